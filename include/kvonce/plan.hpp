@@ -1,0 +1,90 @@
+// Device, Policy and Plan: make_plan is the only place that decides what will run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvonce/problem.hpp"
+
+namespace kvonce {
+
+namespace core {
+struct PlanData;
+}
+
+/// One way to run attention on this machine: a backend and, on the CPU, an instruction-set target.
+struct Device {
+  Backend backend = Backend::cpu;
+  std::string target;           // "portable", "avx2", "avx512", "avx512_bf16"; empty on other backends
+  std::string name;             // the processor's own name
+  std::string unavailable;      // empty when usable, else one sentence saying why not
+  int num_threads = 1;          // threads a plan may use; results do not depend on it
+  std::int64_t l1_bytes = 0;    // data caches; 0 when unknown
+  std::int64_t l2_bytes = 0;
+  std::int64_t l3_bytes = 0;
+  double read_gbps = 0.0;       // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
+};
+
+/// Every backend and target this library knows, best CPU target first; what cannot run here says why.
+KVONCE_API std::vector<Device> devices();
+
+/// The device used when none is named: the best CPU target, or the one KVONCE_CPU_TARGET names, with
+/// KVONCE_NUM_THREADS threads (default: the CPUs this process may run on).
+/// Throws Error{Unavailable} when the named target cannot run here, Error{InvalidArgument} for an unknown name or count.
+KVONCE_API Device default_device();
+
+/// The CPU device for one target. Errors as default_device().
+KVONCE_API Device cpu_device(std::string_view target, int num_threads = 0);
+
+/// The tunables, chosen by a pure function of problem and device; 0 means "choose".
+struct Policy {
+  std::int64_t row_tile = 0;         // rows kept in registers, 1..8 on the CPU
+  std::int64_t rows_per_worker = 0;  // rows that share one pass over a token chunk
+  std::int64_t chunk_tokens = 0;     // tokens per chunk: fixes the split, whatever the number of threads
+  std::int64_t step_tokens = 0;      // tokens between two softmax updates
+  std::int64_t prefetch_tokens = -1; // how far ahead of use K and V are prefetched; -1: choose, 0: not at all
+};
+
+/// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.
+KVONCE_API Policy parse_policy(std::string_view text);
+KVONCE_API std::string to_string(const Policy& policy);
+
+struct PlanOptions {
+  std::int64_t chunk_tokens = 0;  // same as policy.chunk_tokens; a row's bits then do not depend on the batch or max_kv_len
+  Policy policy;                  // overrides, field by field
+  bool earlier_kv_ready = false;  // CUDA: K/V of tokens before kv_len - q_len are not written by the preceding kernel
+};
+
+/// What will run. Immutable; copies share one object; may be used by several threads at once with different workspaces.
+class KVONCE_API Plan {
+ public:
+  explicit Plan(std::shared_ptr<const core::PlanData> data) noexcept : data_(std::move(data)) {}
+
+  [[nodiscard]] const Problem& problem() const noexcept;
+  [[nodiscard]] const Device& device() const noexcept;
+  [[nodiscard]] const Policy& policy() const noexcept;      // every field decided
+  [[nodiscard]] std::string_view kernel_id() const noexcept;  // attend_<target>_<kv format>_d<qk>x<v>_r<row_tile>
+  /// Times each KV byte is fetched from beyond a worker's private cache: ceil(rows_per_stream / rows_per_worker).
+  [[nodiscard]] std::int64_t read_factor() const noexcept;
+  [[nodiscard]] std::int64_t max_chunks() const noexcept;   // token chunks of the longest sequence
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept;  // what attend needs, at any alignment
+  [[nodiscard]] std::int64_t max_kv_bytes() const noexcept; // K and V bytes at max_kv_len, each counted once
+  /// Several lines: kernel, read factor, chunks, workspace, predicted bytes and time, why other kernels were rejected.
+  [[nodiscard]] std::string explain() const;
+  [[nodiscard]] const core::PlanData& data() const noexcept { return *data_; }
+
+ private:
+  std::shared_ptr<const core::PlanData> data_;
+};
+
+/// Validates every rule and decides. Pure: touches no device and no tensor.
+/// Throws Error: InvalidArgument (naming the field, what was given, what is allowed), Unsupported (what, and what to use
+/// instead) or Unavailable.
+KVONCE_API Plan make_plan(const Problem& problem, const Device& device, const PlanOptions& options = {});
+KVONCE_API Plan make_plan(const Problem& problem);  // on default_device()
+
+}  // namespace kvonce

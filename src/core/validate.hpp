@@ -1,0 +1,17 @@
+// The rules. One message per rule: the argument, what was given, what is allowed.
+#pragma once
+
+#include "kvonce/attend.hpp"
+#include "kvonce/problem.hpp"
+
+namespace kvonce::core {
+
+/// Returns the problem with head_dim_v and scale resolved. Throws Error{InvalidArgument}.
+Problem validate(const Problem& problem);
+
+/// Pointers, strides, kv_lens and kv_starts against a resolved problem. Throws Error{InvalidArgument}; reads nothing
+/// but kv_lens, kv_starts, the block table and the segments.
+void validate_inputs(const Problem& problem, const Inputs& inputs);
+void validate_outputs(const Problem& problem, const Outputs& outputs);
+
+}  // namespace kvonce::core
