@@ -1,0 +1,169 @@
+#include "kvonce/case_string.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+
+namespace kvonce::tool {
+namespace {
+
+constexpr std::array kFormats = {KvFormat::f32,      KvFormat::f16,      KvFormat::bf16, KvFormat::f8_e4m3,
+                                 KvFormat::mlx_int8, KvFormat::mlx_int4, KvFormat::q8_0, KvFormat::q4_0};
+
+constexpr std::string_view kGrammar = "32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1]";
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(ErrorCode::InvalidArgument, fmt::format("case: {}", message));
+}
+
+std::string list_names() {
+  std::string names;
+  for (const KvFormat format : kFormats) {
+    if (!names.empty()) names += ", ";
+    names += to_string(format);
+  }
+  return names;
+}
+
+// The whole of `digits` as a number in [min, 2^31 - 1].
+std::int64_t parse_count(std::string_view token, std::string_view digits, std::int64_t min) {
+  constexpr std::int64_t kMax = 2147483647;
+  std::int64_t value = 0;
+  const char* end = digits.data() + digits.size();
+  const auto [stop, error] = std::from_chars(digits.data(), end, value);
+  if (digits.empty() || error != std::errc{} || stop != end || value < min || value > kMax) {
+    refuse(fmt::format("token '{}' must hold an integer from {} to {}, got '{}'", token, min, kMax, digits));
+  }
+  return value;
+}
+
+void parse_heads(CaseSpec& spec, std::string_view token) {
+  const auto slash = token.find('/');
+  const std::string_view q_part = token.substr(0, slash);
+  const std::string_view kv_part = token.substr(slash + 1);
+  if (!q_part.ends_with('q') || !kv_part.ends_with("kv")) {
+    refuse(fmt::format("token '{}' must be the heads, such as 32q/4kv", token));
+  }
+  spec.num_q_heads = parse_count(token, q_part.substr(0, q_part.size() - 1), 1);
+  spec.num_kv_heads = parse_count(token, kv_part.substr(0, kv_part.size() - 2), 1);
+}
+
+void parse_dims(CaseSpec& spec, std::string_view token) {
+  const std::string_view dims = token.substr(1);
+  const auto cross = dims.find('x');
+  spec.head_dim_qk = parse_count(token, dims.substr(0, cross), 1);
+  spec.head_dim_v = cross == std::string_view::npos ? spec.head_dim_qk : parse_count(token, dims.substr(cross + 1), 1);
+}
+
+bool parse_flag(std::string_view token, std::string_view value) {
+  if (value != "0" && value != "1") refuse(fmt::format("token '{}' must be 0 or 1, got '{}'", token, value));
+  return value == "1";
+}
+
+KvFormat parse_dtype(std::string_view token, std::string_view value) {
+  const std::optional<KvFormat> format = parse_format(value);
+  if (!format) refuse(fmt::format("token '{}' must be one of {}, got '{}'", token, list_names(), value));
+  return *format;
+}
+
+// Each kind of token, as a bit of the set of those already seen.
+enum TokenKind : unsigned { kHeads = 1, kDims = 2, kKvLen = 4, kQLen = 8, kSeqs = 16, kDtype = 32, kCausal = 64 };
+
+TokenKind parse_token(CaseSpec& spec, std::string_view token) {
+  if (token.find('/') != std::string_view::npos) {
+    parse_heads(spec, token);
+    return kHeads;
+  }
+  const auto equals = token.find('=');
+  if (equals == std::string_view::npos) {
+    if (!token.starts_with('d')) refuse(fmt::format("unknown token '{}'; allowed: {}", token, kGrammar));
+    parse_dims(spec, token);
+    return kDims;
+  }
+  const std::string_view key = token.substr(0, equals);
+  const std::string_view value = token.substr(equals + 1);
+  if (key == "kv") {
+    spec.kv_len = parse_count(token, value, 0);
+    return kKvLen;
+  }
+  if (key == "q") {
+    spec.q_len = parse_count(token, value, 0);
+    return kQLen;
+  }
+  if (key == "seqs") {
+    spec.num_seqs = parse_count(token, value, 0);
+    return kSeqs;
+  }
+  if (key == "dtype") {
+    spec.dtype = parse_dtype(token, value);
+    return kDtype;
+  }
+  if (key == "causal") {
+    spec.causal = parse_flag(token, value);
+    return kCausal;
+  }
+  refuse(fmt::format("unknown token '{}'; allowed: {}", token, kGrammar));
+}
+
+}  // namespace
+
+std::optional<KvFormat> parse_format(std::string_view name) {
+  for (const KvFormat format : kFormats) {
+    if (to_string(format) == name) return format;
+  }
+  return std::nullopt;
+}
+
+std::string format_names() { return list_names(); }
+
+CaseSpec parse_case(std::string_view text) {
+  constexpr std::string_view kSpaces = " \t\r\n";
+  CaseSpec spec;
+  unsigned seen = 0;
+  for (std::size_t begin = text.find_first_not_of(kSpaces); begin != std::string_view::npos;) {
+    const std::size_t end = std::min(text.find_first_of(kSpaces, begin), text.size());
+    const std::string_view token = text.substr(begin, end - begin);
+    const TokenKind kind = parse_token(spec, token);
+    if ((seen & kind) != 0) refuse(fmt::format("token '{}' repeats one given before", token));
+    seen |= kind;
+    begin = text.find_first_not_of(kSpaces, end);
+  }
+  constexpr unsigned kRequired = kHeads | kDims | kKvLen;
+  if ((seen & kRequired) != kRequired) {
+    const std::string_view missing = (seen & kHeads) == 0  ? "heads, such as 32q/4kv"
+                                     : (seen & kDims) == 0 ? "head dim, such as d128"
+                                                           : "KV length, such as kv=32768";
+    refuse(fmt::format("'{}' lacks the {}; a case is: {}", text, missing, kGrammar));
+  }
+  return spec;
+}
+
+std::string to_string(const CaseSpec& spec) {
+  std::string text = fmt::format("{}q/{}kv d{}", spec.num_q_heads, spec.num_kv_heads, spec.head_dim_qk);
+  if (spec.head_dim_v != spec.head_dim_qk) text += fmt::format("x{}", spec.head_dim_v);
+  text += fmt::format(" kv={} q={} seqs={}", spec.kv_len, spec.q_len, spec.num_seqs);
+  if (spec.dtype) text += fmt::format(" dtype={}", kvonce::to_string(*spec.dtype));
+  if (!spec.causal) text += " causal=0";
+  return text;
+}
+
+Problem to_problem(const CaseSpec& spec, KvFormat default_format, DType q_dtype) {
+  Problem problem;
+  problem.num_seqs = spec.num_seqs;
+  problem.q_len = spec.q_len;
+  problem.num_q_heads = spec.num_q_heads;
+  problem.num_kv_heads = spec.num_kv_heads;
+  problem.head_dim_qk = spec.head_dim_qk;
+  problem.head_dim_v = spec.head_dim_v;
+  problem.max_kv_len = spec.kv_len;
+  problem.q_dtype = q_dtype;
+  problem.out_dtype = q_dtype;
+  problem.k_format = spec.dtype.value_or(default_format);
+  problem.v_format = problem.k_format;
+  problem.causal = spec.causal;
+  return problem;
+}
+
+}  // namespace kvonce::tool

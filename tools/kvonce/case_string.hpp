@@ -1,0 +1,45 @@
+// Case strings: one attention problem on one line, the same in the command, case files, JSON and documents.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "kvonce/problem.hpp"
+
+namespace kvonce::tool {
+
+/// The values of a case string. Not validated beyond their syntax: make_plan has the rules.
+struct CaseSpec {
+  std::int64_t num_q_heads = 0;
+  std::int64_t num_kv_heads = 0;
+  std::int64_t head_dim_qk = 0;
+  std::int64_t head_dim_v = 0;
+  std::int64_t kv_len = 0;
+  std::int64_t q_len = 1;
+  std::int64_t num_seqs = 1;
+  std::optional<KvFormat> dtype;  // of K and V; absent: the reader's default
+  bool causal = true;
+
+  friend bool operator==(const CaseSpec&, const CaseSpec&) = default;
+};
+
+/// Parses `32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16 causal=1`: heads, head dim (`d192x128` when K and V differ) and
+/// kv= are required, the rest is optional; tokens in any order, separated by spaces, each at most once.
+/// Throws Error{InvalidArgument} naming the token, what was given and what is allowed.
+CaseSpec parse_case(std::string_view text);
+
+/// The canonical form: every numeric token, dtype= when set, causal= only when 0. parse_case(to_string(c)) == c.
+std::string to_string(const CaseSpec& spec);
+
+/// The Problem of a case, with K and V stored as `spec.dtype` or else `default_format`, q and out in `q_dtype`.
+Problem to_problem(const CaseSpec& spec, KvFormat default_format, DType q_dtype);
+
+/// "f32", "bf16", "q8_0", ... to a format; nothing when the name is unknown.
+std::optional<KvFormat> parse_format(std::string_view name);
+
+/// The names parse_format knows, for messages: "f32, f16, bf16, ...".
+std::string format_names();
+
+}  // namespace kvonce::tool
