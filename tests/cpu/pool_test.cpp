@@ -1,0 +1,460 @@
+#include "cpu/pool.hpp"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <iterator>
+#include <new>
+#include <random>
+#include <thread>
+#include <vector>
+
+#if !defined(__has_feature)
+#define __has_feature(x) 0
+#endif
+#if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
+#define KVONCE_TEST_TSAN 1
+#else
+#define KVONCE_TEST_TSAN 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
+#define KVONCE_TEST_ASAN 1
+#else
+#define KVONCE_TEST_ASAN 0
+#endif
+
+namespace {
+
+std::atomic<std::int64_t> num_allocations{0};
+
+constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a forked child; other builds run this";
+
+}  // namespace
+
+// Counts the C++ allocations of the whole executable.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  num_allocations.fetch_add(1, std::memory_order_relaxed);
+  if (void* p = std::malloc(size)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+
+namespace kvonce::cpu {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double us_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
+
+std::int64_t num_process_threads() {
+  static const bool sanitizer_started = [] {  // ThreadSanitizer's own thread appears with the first thread
+    std::thread([] {}).join();
+    return true;
+  }();
+  static_cast<void>(sanitizer_started);
+  const auto tasks = std::filesystem::directory_iterator("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+
+// A job of num_items pieces, each of which must be done exactly once, by slots that are never used twice at a time.
+struct Job {
+  Job(std::int64_t items, int workers)
+      : num_items(items), done(static_cast<std::size_t>(items)), slot_calls(static_cast<std::size_t>(workers)) {}
+
+  static void body(void* context, int slot) {
+    auto& job = *static_cast<Job*>(context);
+    if (slot < 0 || slot >= static_cast<int>(job.slot_calls.size())) {
+      job.bad_slots.fetch_add(1);
+      return;
+    }
+    job.slot_calls[static_cast<std::size_t>(slot)].fetch_add(1);
+    for (std::int64_t i = job.next.fetch_add(1); i < job.num_items; i = job.next.fetch_add(1)) {
+      job.done[static_cast<std::size_t>(i)] += 1;  // plain: run() must order it before the checks below
+      for (int spin = 0; spin < job.work_per_item; ++spin) job.sink.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+
+  void expect_complete() const {
+    EXPECT_EQ(bad_slots.load(), 0);
+    EXPECT_EQ(slot_calls[0].load(), 1);
+    for (const auto& calls : slot_calls) EXPECT_LE(calls.load(), 1);
+    EXPECT_EQ(std::count(done.begin(), done.end(), 1), num_items);
+  }
+
+  [[nodiscard]] int workers_that_came() const {
+    int count = 0;
+    for (const auto& calls : slot_calls) count += calls.load();
+    return count;
+  }
+
+  std::int64_t num_items;
+  int work_per_item = 0;
+  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> sink{0};
+  std::atomic<int> bad_slots{0};
+  std::vector<int> done;
+  std::vector<std::atomic<int>> slot_calls;
+};
+
+void run_job(Pool& pool, std::int64_t num_items, int num_workers) {
+  Job job(num_items, num_workers);
+  pool.run(num_workers, &Job::body, &job);
+  job.expect_complete();
+}
+
+// Slots wait for one another, so that the job ends only if `expected` threads are in it at once.
+struct Rendezvous {
+  int expected;
+  std::atomic<int> arrived{0};
+  std::array<std::atomic<int>, 64> slot_calls{};
+  std::atomic<bool> timed_out{false};
+
+  static void body(void* context, int slot) {
+    auto& self = *static_cast<Rendezvous*>(context);
+    self.slot_calls[static_cast<std::size_t>(slot)].fetch_add(1);
+    self.arrived.fetch_add(1);
+    const auto start = Clock::now();
+    while (self.arrived.load() < self.expected && !self.timed_out.load()) {
+      if (us_since(start) > 20e6) self.timed_out.store(true);
+      std::this_thread::yield();
+    }
+  }
+};
+
+TEST(PoolTest, NoThreadExistsBeforeTheFirstRunThatNeedsOne) {
+  const std::int64_t before = num_process_threads();
+  Pool pool;
+  run_job(pool, 10, 1);
+  EXPECT_EQ(pool.num_threads(), 0);
+  EXPECT_EQ(num_process_threads(), before);
+  run_job(pool, 10, 3);
+  EXPECT_EQ(pool.num_threads(), 2);
+  EXPECT_EQ(num_process_threads(), before + 2);
+  run_job(pool, 10, 2);
+  EXPECT_EQ(pool.num_threads(), 2) << "a smaller job needs no new thread";
+}
+
+TEST(PoolTest, StopEndsTheThreadsAndLaterRunsWorkOnTheCaller) {
+  const std::int64_t before = num_process_threads();
+  Pool pool;
+  pool.reserve(4);
+  EXPECT_EQ(num_process_threads(), before + 3);
+  pool.stop();
+  EXPECT_EQ(pool.num_threads(), 0);
+  // A joined thread's entry may outlive pthread_join by a moment.
+  for (int i = 0; i < 1000 && num_process_threads() != before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_EQ(num_process_threads(), before);
+  run_job(pool, 100, 4);
+  EXPECT_EQ(pool.num_threads(), 0);
+}
+
+TEST(PoolTest, EveryItemIsDoneOnceAndEverySlotIsUniqueForOneToEightWorkers) {
+  Pool pool;
+  for (int workers = 1; workers <= 8; ++workers) {
+    for (const std::int64_t items : {0, 1, 2, 7, 64, 1000}) {
+      SCOPED_TRACE(testing::Message() << workers << " workers, " << items << " items");
+      for (int repeat = 0; repeat < 20; ++repeat) run_job(pool, items, workers);
+    }
+  }
+  EXPECT_EQ(pool.num_threads(), 7);
+}
+
+TEST(PoolTest, AllWorkersCanBeInsideAtOnceEachWithItsOwnSlot) {
+  Pool pool;
+  for (const int workers : {2, 3, 8, 33}) {
+    Rendezvous rendezvous{workers};
+    pool.run(workers, &Rendezvous::body, &rendezvous);
+    EXPECT_FALSE(rendezvous.timed_out.load()) << workers << " workers";
+    for (int slot = 0; slot < 64; ++slot) {
+      EXPECT_EQ(rendezvous.slot_calls[static_cast<std::size_t>(slot)].load(), slot < workers ? 1 : 0)
+          << "slot " << slot;
+    }
+  }
+}
+
+TEST(PoolTest, NonPositiveWorkerCountsRunOnTheCaller) {
+  Pool pool;
+  for (const int workers : {0, -1, -2147483647 - 1}) {
+    Job job(5, 1);
+    pool.run(workers, &Job::body, &job);
+    job.expect_complete();
+  }
+  pool.reserve(-5);
+  EXPECT_EQ(pool.num_threads(), 0);
+}
+
+TEST(PoolTest, SleepingThreadsAreWokenForWork) {
+  Pool pool;
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    Rendezvous rendezvous{4};
+    pool.run(4, &Rendezvous::body, &rendezvous);
+    EXPECT_FALSE(rendezvous.timed_out.load());
+  }
+}
+
+TEST(PoolTest, FewerWorkersThanThreadsStillGetTheirShareWhenAllAreAsleep) {
+  Pool pool;
+  pool.reserve(9);
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    Rendezvous rendezvous{3};
+    pool.run(3, &Rendezvous::body, &rendezvous);
+    EXPECT_FALSE(rendezvous.timed_out.load());
+  }
+}
+
+TEST(PoolTest, IdleThreadsUseNoProcessorTime) {
+  Pool pool;
+  run_job(pool, 100, 4);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const std::clock_t before = std::clock();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const double used_ms = 1e3 * static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC;
+  EXPECT_LT(used_ms, 50.0) << "three threads that never slept would have used at least 200 ms";
+}
+
+// Gaps around the spin time meet threads that are just falling asleep.
+void run_with_random_gaps(int max_workers, int num_runs) {
+  Pool pool;
+  std::mt19937 random(20260);
+  for (int repeat = 0; repeat < num_runs; ++repeat) {
+    const int workers = 1 + static_cast<int>(random() % static_cast<unsigned>(max_workers));
+    Job job(static_cast<std::int64_t>(random() % 40), workers);
+    job.work_per_item = static_cast<int>(random() % 50);
+    pool.run(workers, &Job::body, &job);
+    job.expect_complete();
+    const auto gap_start = Clock::now();
+    const double gap_us = static_cast<double>(random() % 120);
+    if (random() % 16 == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    } else {
+      while (us_since(gap_start) < gap_us) {
+      }
+    }
+  }
+}
+
+TEST(PoolTest, RunsWithRandomGapsNeverHangOrLoseWorkWhenThreadsSpin) { run_with_random_gaps(2, 4000); }
+
+TEST(PoolTest, RunsWithRandomGapsNeverHangOrLoseWorkWhenOversubscribed) { run_with_random_gaps(12, 4000); }
+
+TEST(PoolTest, SeveralCallersAtOnceEachGetTheirWholeJob) {
+  Pool pool;
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&pool, caller] {
+      for (int repeat = 0; repeat < 500; ++repeat) run_job(pool, 50 + caller, 2 + caller);
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  EXPECT_LE(pool.num_threads(), 4);
+}
+
+TEST(PoolTest, ReserveBesideRunsIsSafe) {
+  Pool pool;
+  std::thread grower([&pool] {
+    for (int workers = 1; workers <= 16; ++workers) pool.reserve(workers);
+  });
+  for (int repeat = 0; repeat < 500; ++repeat) run_job(pool, 20, 1 + repeat % 8);
+  grower.join();
+  EXPECT_EQ(pool.num_threads(), 15);
+}
+
+struct NestedJob {
+  Pool* pool;
+  std::atomic<int> next{0};
+  std::atomic<int> inner_items{0};
+  std::atomic<int> foreign_slots{0};
+
+  static void inner_body(void* context, int slot) {
+    auto& self = *static_cast<NestedJob*>(context);
+    if (slot != 0) self.foreign_slots.fetch_add(1);
+    self.inner_items.fetch_add(1);
+  }
+  static void body(void* context, int) {
+    auto& self = *static_cast<NestedJob*>(context);
+    while (self.next.fetch_add(1) < 100) self.pool->run(4, &inner_body, &self);
+  }
+};
+
+TEST(PoolTest, ARunInsideABodyWorksOnItsOwnThread) {
+  Pool pool;
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    NestedJob job{&pool};
+    pool.run(4, &NestedJob::body, &job);
+    EXPECT_EQ(job.inner_items.load(), 100);
+    EXPECT_EQ(job.foreign_slots.load(), 0);
+  }
+}
+
+TEST(PoolTest, AThreadThatTookASeatLateDelaysNothingButItself) {
+  // Slot 0 does all items while every other thread sleeps or is descheduled: no worker is waited for that never joined.
+  Pool pool;
+  pool.reserve(64);
+  std::vector<double> us;
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    const auto start = Clock::now();
+    run_job(pool, 64, 64);
+    us.push_back(us_since(start));
+  }
+  std::sort(us.begin(), us.end());
+  std::printf("64 workers, 64 empty items: median %.1f us\n", us[us.size() / 2]);
+  EXPECT_LT(us[us.size() / 2], 20e3);
+}
+
+TEST(PoolTest, RunAllocatesNothingOnceTheThreadsExist) {
+  Pool pool;
+  pool.reserve(4);
+  Job job(1000, 4);
+  const std::int64_t before = num_allocations.load();
+  for (int repeat = 0; repeat < 1000; ++repeat) {
+    job.next.store(0);
+    pool.run(4, &Job::body, &job);
+  }
+  EXPECT_EQ(num_allocations.load() - before, 0);
+}
+
+// Runs body in a forked child and returns its exit status, or -1 when it did not exit by itself in 30 s.
+template <class Body>
+int status_of_child(Body body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body());
+  for (int ms = 0; ms < 30000; ++ms) {
+    int status = 0;
+    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return -1;
+}
+
+// In the child: 0 when a job that needs three threads at once completes, with threads of the child's own.
+int rendezvous_in_child() {
+  Pool& pool = Pool::shared();
+  if (pool.num_threads() != 0) return 2;
+  Rendezvous rendezvous{3};
+  pool.run(3, &Rendezvous::body, &rendezvous);
+  if (rendezvous.timed_out.load() || rendezvous.arrived.load() != 3) return 3;
+  return pool.num_threads() == 2 ? 0 : 4;
+}
+
+TEST(PoolTest, AForkedChildStartsAPoolOfItsOwnAndTheParentGoesOn) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Pool& pool = Pool::shared();
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    run_job(pool, 100, 4);
+    EXPECT_EQ(status_of_child(rendezvous_in_child), 0);
+    Rendezvous rendezvous{4};
+    pool.run(4, &Rendezvous::body, &rendezvous);
+    EXPECT_FALSE(rendezvous.timed_out.load());
+  }
+}
+
+TEST(PoolTest, ForkWhileAnotherThreadRunsJobsIsSafe) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Pool& pool = Pool::shared();
+  std::atomic<bool> stop{false};
+  std::thread runner([&] {
+    while (!stop.load()) run_job(pool, 200, 4);
+  });
+  for (int repeat = 0; repeat < 30; ++repeat) EXPECT_EQ(status_of_child(rendezvous_in_child), 0);
+  stop.store(true);
+  runner.join();
+}
+
+TEST(PoolTest, AForkedChildEndsNormallyWithItsThreadsAlive) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Pool& pool = Pool::shared();
+  run_job(pool, 100, 4);
+  const auto exit_after_work = [] {
+    const int status = rendezvous_in_child();
+    std::fflush(nullptr);
+    std::exit(status);  // static destruction joins the child's threads
+    return status;
+  };
+  EXPECT_EQ(status_of_child(exit_after_work), 0);
+  const auto exit_without_work = []() -> int { std::exit(0); };
+  EXPECT_EQ(status_of_child(exit_without_work), 0);
+}
+
+TEST(PoolTest, APoolOfTheParentWorksOnTheCallerInAChild) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Pool pool;
+  run_job(pool, 100, 4);
+  const auto child = [&pool] {
+    Job job(100, 4);
+    pool.run(4, &Job::body, &job);
+    if (job.workers_that_came() != 1) return 2;
+    pool.stop();
+    return std::count(job.done.begin(), job.done.end(), 1) == 100 ? 0 : 3;
+  };
+  EXPECT_EQ(status_of_child(child), 0);
+}
+
+TEST(PoolTest, WorkIsDoneByFewerThreadsWhenTheSystemRefusesSome) {
+  if (KVONCE_TEST_TSAN || KVONCE_TEST_ASAN)
+    GTEST_SKIP() << "the sanitizer needs the address space that this test takes away";
+  const auto child = [] {
+    // No room for a further thread stack.
+    const rlimit limit{1, 1};
+    if (setrlimit(RLIMIT_AS, &limit) != 0) return 2;
+    Pool& pool = Pool::shared();
+    Job job(100, 200);
+    pool.run(200, &Job::body, &job);
+    if (pool.num_threads() >= 199) return 3;
+    return std::count(job.done.begin(), job.done.end(), 1) == 100 ? 0 : 4;
+  };
+  EXPECT_EQ(status_of_child(child), 0);
+}
+
+// Median time of run(2, ...) with two empty items after a pause.
+double median_dispatch_us(Pool& pool, std::chrono::microseconds gap, int repeats) {
+  std::vector<double> us;
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    if (gap.count() > 0) std::this_thread::sleep_for(gap);
+    struct {
+      std::atomic<int> next{0};
+    } job;
+    const auto body = [](void* context, int) {
+      auto& next = *static_cast<std::atomic<int>*>(context);
+      while (next.fetch_add(1) < 2) {
+      }
+    };
+    const auto start = Clock::now();
+    pool.run(2, body, &job.next);
+    us.push_back(us_since(start));
+  }
+  std::sort(us.begin(), us.end());
+  return us[us.size() / 2];
+}
+
+TEST(PoolTest, DispatchIsShortWhenHotAndAfterIdleTime) {
+  Pool pool;
+  pool.reserve(2);
+  const double hot_us = median_dispatch_us(pool, std::chrono::microseconds(0), 20000);
+  const double idle_us = median_dispatch_us(pool, std::chrono::milliseconds(20), 50);
+  std::printf("dispatch of two empty items: hot %.2f us, after 20 ms idle %.2f us (medians)\n", hot_us, idle_us);
+  // Far above what a quiet machine shows; a pool that waits for its sleeping threads would still exceed it.
+  EXPECT_LT(hot_us, 100.0);
+  EXPECT_LT(idle_us, 1000.0);
+}
+
+}  // namespace
+}  // namespace kvonce::cpu
