@@ -135,9 +135,11 @@ struct Versioned<kvonce_device> {
 
 template <typename T>
 void check_size(std::size_t struct_size) {
-  if (struct_size >= sizeof(T) || struct_size == Versioned<T>::kBasicSize) return;
+  const std::size_t basic_size = Versioned<T>::kBasicSize;
+  if (struct_size >= sizeof(T)) return;
+  if (struct_size == basic_size) return;
   std::string allowed = std::to_string(sizeof(T)) + " or more";
-  if (Versioned<T>::kBasicSize != sizeof(T)) allowed = std::to_string(Versioned<T>::kBasicSize) + ", " + allowed;
+  if (basic_size != sizeof(T)) allowed = std::to_string(basic_size) + ", " + allowed;
   invalid(std::string(Versioned<T>::kName) + ".struct_size: got " + std::to_string(struct_size) +
           "; allowed: " + allowed);
 }
