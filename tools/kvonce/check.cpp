@@ -1,0 +1,173 @@
+// kvonce check: the conformance suite on this machine.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conformance/conformance.hpp"
+#include "kvonce/commands.hpp"
+#include "kvonce/output.hpp"
+#include "kvonce/plan.hpp"
+
+namespace kvonce::tool {
+namespace {
+
+using conformance::CaseResult;
+using conformance::Level;
+
+constexpr int kCheckFailed = 1;
+
+struct CheckOptions {
+  bool quick = false;
+  bool full = false;
+  std::string target;
+  std::optional<Format> format;
+};
+
+// The results of one target, and how long they took.
+struct TargetResults {
+  std::string target;
+  std::vector<CaseResult> results;
+  double seconds = 0.0;
+
+  [[nodiscard]] std::int64_t count(CaseResult::Status status) const {
+    return std::count_if(results.begin(), results.end(), [&](const CaseResult& r) { return r.status == status; });
+  }
+  [[nodiscard]] double worst_error() const {
+    double worst = 0.0;
+    for (const CaseResult& result : results) worst = std::max(worst, result.rel_rms_error);
+    return worst;
+  }
+};
+
+CaseResult skipped_target(const std::string& target, const std::string& reason) {
+  CaseResult result;
+  result.name = "target " + target;
+  result.status = CaseResult::skipped;
+  result.detail = reason;
+  return result;
+}
+
+TargetResults check_target(const Device& device, Level level) {
+  TargetResults target;
+  target.target = device.target;
+  Progress progress("checking " + device.target + ", cases done:");
+  std::int64_t num_done = 0;
+  const auto on_result = [&](const CaseResult&) { progress.update(++num_done); };
+  const auto begin = std::chrono::steady_clock::now();
+  target.results = run_exact(device, level, on_result);
+  for (CaseResult& result : run_grid(device, level, on_result)) target.results.push_back(std::move(result));
+  target.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return target;
+}
+
+// The named target; or with --quick the default one; or all. What does not run is there as one skipped result.
+std::vector<TargetResults> check_targets(const CheckOptions& options, Level level) {
+  if (!options.target.empty()) return {check_target(cpu_device(options.target), level)};
+  const std::string chosen = default_device().target;
+  std::vector<TargetResults> targets;
+  for (const Device& device : devices()) {
+    if (device.backend != Backend::cpu) continue;
+    if (!device.unavailable.empty()) {
+      targets.push_back({device.target, {skipped_target(device.target, device.unavailable)}, 0.0});
+    } else if (options.quick && device.target != chosen) {
+      targets.push_back(
+          {device.target, {skipped_target(device.target, "--quick checks the default target only")}, 0.0});
+    } else {
+      targets.push_back(check_target(device, level));
+    }
+  }
+  return targets;
+}
+
+std::string_view status_name(CaseResult::Status status) {
+  switch (status) {
+    case CaseResult::passed:
+      return "passed";
+    case CaseResult::failed:
+      return "failed";
+    case CaseResult::skipped:
+      break;
+  }
+  return "skipped";
+}
+
+Table result_table(const std::vector<TargetResults>& targets) {
+  Table table;
+  table.columns = {"target", "status", "case", "kernel", "rel_rms_error", "detail"};
+  for (const TargetResults& target : targets) {
+    for (const CaseResult& result : target.results) {
+      table.rows.push_back({target.target, std::string(status_name(result.status)), result.name, result.kernel_id,
+                            result.rel_rms_error, result.detail});
+    }
+  }
+  return table;
+}
+
+std::string describe(const std::vector<TargetResults>& targets) {
+  Table table;
+  table.columns = {"target", "passed", "failed", "skipped", "worst_rel_rms_error", "seconds"};
+  std::string details;
+  for (const TargetResults& target : targets) {
+    table.rows.push_back({target.target, target.count(CaseResult::passed), target.count(CaseResult::failed),
+                          target.count(CaseResult::skipped), target.worst_error(), target.seconds});
+    for (const CaseResult& result : target.results) {
+      if (result.status == CaseResult::passed) continue;
+      details += fmt::format("{} {}: {}\n", status_name(result.status), result.name, result.detail);
+    }
+  }
+  return render(table, Format::md) + (details.empty() ? "" : "\n" + details) + "\n";
+}
+
+int run_check(const CheckOptions& options) {
+  const Level level = options.quick ? Level::quick : options.full ? Level::full : Level::standard;
+  const std::vector<TargetResults> targets = check_targets(options, level);
+  std::int64_t num_passed = 0;
+  std::int64_t num_failed = 0;
+  std::int64_t num_skipped = 0;
+  for (const TargetResults& target : targets) {
+    num_passed += target.count(CaseResult::passed);
+    num_failed += target.count(CaseResult::failed);
+    num_skipped += target.count(CaseResult::skipped);
+  }
+  const std::string summary = fmt::format("{} passed, {} failed, {} skipped\n", num_passed, num_failed, num_skipped);
+  const Format format = options.format.value_or(Format::md);
+  if (format == Format::md) {
+    print(describe(targets) + summary);
+  } else if (format == Format::csv) {
+    print(render(result_table(targets), format));
+  } else {
+    nlohmann::ordered_json document;
+    document["schema"] = "kvonce.check/1";
+    document["kvonce_version"] = version();
+    document["passed"] = num_passed;
+    document["failed"] = num_failed;
+    document["skipped"] = num_skipped;
+    document["results"] = to_json(result_table(targets));
+    print(document.dump(2) + '\n');
+  }
+  return num_failed > 0 || num_passed == 0 ? kCheckFailed : 0;
+}
+
+}  // namespace
+
+void add_check_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<CheckOptions>();
+  CLI::App* command = app.add_subcommand("check", "Check every kernel of this machine against the oracle");
+  command->footer(
+      "Example:\n  kvonce check --quick\n\n"
+      "Without options every target that this machine can run is checked. The last line is the sum:\n"
+      "N passed, N failed, N skipped. Exit code 1 when a case failed.");
+  CLI::Option* quick = command->add_flag("--quick", options->quick, "The default target only, in under 20 seconds");
+  command->add_flag("--full", options->full, "Every case: minutes per target")->excludes(quick);
+  command->add_option("--target", options->target, "This target only, see `kvonce devices`");
+  add_format_option(*command, options->format);
+  command->callback([options, &exit_code] { exit_code = run_check(*options); });
+}
+
+}  // namespace kvonce::tool

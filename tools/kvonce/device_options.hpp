@@ -1,0 +1,30 @@
+// The options that several subcommands share: which target, how many threads, which policy.
+#pragma once
+
+#include <string>
+
+#include "kvonce/plan.hpp"
+
+namespace CLI {
+class App;
+}
+
+namespace kvonce::tool {
+
+struct DeviceOptions {
+  std::string target;   // empty: the best one, or KVONCE_CPU_TARGET
+  int num_threads = 0;  // 0: all CPUs, or KVONCE_NUM_THREADS
+  std::string policy;   // "key=value,..." or a file of them; empty: chosen
+};
+
+/// Adds --target, --threads and --policy.
+void add_device_options(CLI::App& command, DeviceOptions& options);
+
+/// The device they name. Throws Error like default_device().
+Device choose_device(const DeviceOptions& options);
+
+/// The policy, from the text itself or from the file it names (key=value separated by commas, spaces or lines; a line
+/// that starts with # is a comment). Throws Error{InvalidArgument} naming --policy.
+PlanOptions plan_options(const DeviceOptions& options);
+
+}  // namespace kvonce::tool

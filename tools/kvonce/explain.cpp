@@ -1,0 +1,78 @@
+// kvonce explain: the plan for a case string.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+
+#include "kvonce/case_string.hpp"
+#include "kvonce/commands.hpp"
+#include "kvonce/device_options.hpp"
+#include "kvonce/output.hpp"
+#include "kvonce/plan.hpp"
+
+namespace kvonce::tool {
+namespace {
+
+struct ExplainOptions {
+  std::string case_text;
+  std::string dtype = "f16";
+  std::string q_dtype;
+  DeviceOptions device;
+};
+
+// q and out as K and V are stored, or f16 beside quantised ones.
+DType default_q_dtype(KvFormat format) {
+  switch (format) {
+    case KvFormat::f32:
+      return DType::f32;
+    case KvFormat::bf16:
+      return DType::bf16;
+    default:
+      return DType::f16;
+  }
+}
+
+DType plain_dtype(const std::string& name) {
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    if (to_string(dtype) == name) return dtype;
+  }
+  throw Error(ErrorCode::InvalidArgument, fmt::format("--q-dtype: must be f32, f16 or bf16, got '{}'", name));
+}
+
+void run_explain(const ExplainOptions& options) {
+  const CaseSpec spec = parse_case(options.case_text);
+  const std::optional<KvFormat> format = parse_format(options.dtype);
+  if (!format) {
+    throw Error(ErrorCode::InvalidArgument,
+                fmt::format("--dtype: must be one of {}, got '{}'", format_names(), options.dtype));
+  }
+  const KvFormat kv_format = spec.dtype.value_or(*format);
+  const DType q_dtype = options.q_dtype.empty() ? default_q_dtype(kv_format) : plain_dtype(options.q_dtype);
+  Problem problem = to_problem(spec, kv_format, q_dtype);
+  constexpr std::int64_t kDefaultQuantGroup = 64;
+  if (kv_format == KvFormat::mlx_int8 || kv_format == KvFormat::mlx_int4) problem.quant_group = kDefaultQuantGroup;
+  std::string text = make_plan(problem, choose_device(options.device), plan_options(options.device)).explain();
+  if (!text.ends_with('\n')) text += '\n';
+  print(text);
+}
+
+}  // namespace
+
+void add_explain_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<ExplainOptions>();
+  CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
+  command->footer(
+      "Example:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n\n"
+      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1]; d192x128 when K and V differ.");
+  command->add_option("case,--case", options->case_text, "The case string")->required();
+  command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
+  command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
+  add_device_options(*command, options->device);
+  command->callback([options, &exit_code] {
+    run_explain(*options);
+    exit_code = 0;
+  });
+}
+
+}  // namespace kvonce::tool
