@@ -12,6 +12,7 @@ LAYER_OF_PREFIX = [
     ("src/core/", "core"),
     ("src/shared/", "shared"),
     ("src/cpu/simd/", "cpu_simd"),
+    ("src/cpu/pool.hpp", "cpu_pool"),
     ("src/cpu/", "cpu"),
     ("src/cuda/", "cuda"),
     ("src/metal/", "metal"),
@@ -35,17 +36,19 @@ ALLOWED = {
     "shared": set(),
     "core": {"include", "shared"},
     "cpu_simd": {"include", "shared", "core", "cpu"},
-    "cpu": {"include", "shared", "core", "cpu_simd"},
+    "cpu_pool": {"include", "shared", "core"},
+    "cpu": {"include", "shared", "core", "cpu_simd", "cpu_pool"},
     "cuda": {"include", "shared", "core"},
     "metal": {"include", "shared", "core"},
     "scaleout": {"include", "shared", "core"},
     "registry": {"include", "shared", "core", "cpu", "cuda", "metal", "scaleout"},
     "c_abi": {"include", "core"},
     "bench": {"include", "shared", "core", "baselines"},
-    "baselines": {"include", "shared", "core", "bench", "cpu_simd"},  # the per-head baseline uses kvonce's own vectors
+    # The per-head baseline uses kvonce's own vectors and threads, so that only the order of reads differs.
+    "baselines": {"include", "shared", "core", "bench", "cpu_simd", "cpu_pool"},
     "tools": {"include", "shared", "core", "bench", "baselines"},  # the command measures the baselines
     "tests": {"include", "shared", "core", "tools"},  # the conformance library is part of the command
-    "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd"},
+    "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
     "consumer": {"include"},
 }
 
