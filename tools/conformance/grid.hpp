@@ -1,0 +1,23 @@
+// The sampled grid: which cases there are.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "case_tensors.hpp"
+#include "conformance.hpp"
+
+namespace kvonce::conformance {
+
+struct GridLimits {
+  std::uint64_t seed;     // same seed, same cases
+  std::size_t max_cases;  // stop here even when pairs are left
+  double max_cost;        // of one case: tokens * KV heads * dims * (rows + 8), about a nanosecond each
+};
+
+GridLimits grid_limits(Level level, std::uint64_t seed);
+
+/// Cases in which every pair of factor levels that fits max_cost occurs at least once, unless max_cases comes first.
+std::vector<CaseSpec> grid_cases(const GridLimits& limits);
+
+}  // namespace kvonce::conformance
