@@ -12,6 +12,8 @@ namespace kvonce::core {
 
 struct BackendTable;
 
+constexpr int kMaxThreads = 1024;
+
 /// Byte offsets of the parts of the workspace from its 64-byte aligned base.
 struct WorkspaceLayout {
   std::size_t item_starts = 0;   // int64 [num_seqs + 1]: index of each sequence's first work item

@@ -7,7 +7,9 @@
 #include <thread>
 
 #if defined(__linux__)
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #endif
 
 namespace kvonce::cpu {
@@ -36,6 +38,25 @@ inline void pause() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   __asm__ __volatile__("yield");
+#endif
+}
+
+// Sleeps while word == value; may return early. Linux's futex is called directly because it wakes a number of threads
+// in one call, and because libstdc++'s atomic wait brings a unique symbol that would keep a library from unloading.
+void wait_while_equal(std::atomic<std::uint32_t>& word, std::uint32_t value) {
+#if defined(__linux__)
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+#else
+  word.wait(value);
+#endif
+}
+
+void wake_waiters(std::atomic<std::uint32_t>& word, int count) {
+#if defined(__linux__)
+  static_assert(sizeof word == sizeof(std::uint32_t) && std::atomic<std::uint32_t>::is_always_lock_free);
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+#else
+  for (int i = 0; i < count; ++i) word.notify_one();
 #endif
 }
 
@@ -100,11 +121,7 @@ void Pool::wake(int wanted) {
   const int asleep = sleepers_.load();
   if (asleep == 0) return;
   wake_epoch_.fetch_add(1);
-  if (wanted >= asleep) {
-    wake_epoch_.notify_all();
-  } else {
-    for (int i = 0; i < wanted; ++i) wake_epoch_.notify_one();
-  }
+  wake_waiters(wake_epoch_, std::min(wanted, asleep));
 }
 
 bool Pool::try_job(std::uint32_t& last_generation) {
@@ -124,7 +141,7 @@ void Pool::sleep_until_woken(std::uint32_t last_generation) {
   const std::uint32_t epoch = wake_epoch_.load();
   const std::uint64_t state = state_.load();
   const bool has_job = num_seats(state) != 0 && generation(state) != last_generation;
-  if (!has_job && !stop_.load()) wake_epoch_.wait(epoch);
+  if (!has_job && !stop_.load()) wait_while_equal(wake_epoch_, epoch);
   sleepers_.fetch_sub(1);
 }
 
@@ -191,7 +208,7 @@ void Pool::stop() noexcept {
   lock_growth();
   stop_.store(true);
   wake_epoch_.fetch_add(1);
-  wake_epoch_.notify_all();
+  wake_waiters(wake_epoch_, kMaxWorkers);
   const int count = num_threads_.exchange(0, std::memory_order_relaxed);
   for (int i = 0; i < count; ++i) pthread_join(threads_[i], nullptr);
   growing_.store(false, std::memory_order_release);

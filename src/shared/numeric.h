@@ -5,29 +5,31 @@
 #include <cstdint>
 #include <cstring>
 
+#include "shared/function.h"
+
 namespace kvonce::shared {
 
-inline std::uint32_t bits_of(float x) {
+KVONCE_FN std::uint32_t bits_of(float x) {
   std::uint32_t u = 0;
   std::memcpy(&u, &x, sizeof u);
   return u;
 }
 
-inline float float_of(std::uint32_t u) {
+KVONCE_FN float float_of(std::uint32_t u) {
   float x = 0;
   std::memcpy(&x, &u, sizeof x);
   return x;
 }
 
-inline float bf16_to_f32(std::uint16_t h) { return float_of(static_cast<std::uint32_t>(h) << 16); }
+KVONCE_FN float bf16_to_f32(std::uint16_t h) { return float_of(static_cast<std::uint32_t>(h) << 16); }
 
-inline std::uint16_t f32_to_bf16(float x) {
+KVONCE_FN std::uint16_t f32_to_bf16(float x) {
   const std::uint32_t u = bits_of(x);
   if ((u & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((u >> 16) | 0x40U);
   return static_cast<std::uint16_t>((u + 0x7fffU + ((u >> 16) & 1U)) >> 16);
 }
 
-inline float f16_to_f32(std::uint16_t h) {
+KVONCE_FN float f16_to_f32(std::uint16_t h) {
   const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000U) << 16;
   const std::uint32_t magnitude = h & 0x7fffU;
   if (magnitude >= 0x7c00U) return float_of(sign | 0x7f800000U | ((magnitude & 0x3ffU) << 13));
@@ -37,7 +39,7 @@ inline float f16_to_f32(std::uint16_t h) {
   return float_of(sign | bits_of(value));
 }
 
-inline std::uint16_t f32_to_f16(float x) {
+KVONCE_FN std::uint16_t f32_to_f16(float x) {
   const std::uint32_t u = bits_of(x);
   const auto sign = static_cast<std::uint16_t>((u >> 16) & 0x8000U);
   const std::uint32_t magnitude = u & 0x7fffffffU;
@@ -53,7 +55,7 @@ inline std::uint16_t f32_to_f16(float x) {
 }
 
 /// OCP fp8 e4m3: no infinities, 0x7f and 0xff are NaN, largest 448.
-inline float f8_e4m3_to_f32(std::uint8_t b) {
+KVONCE_FN float f8_e4m3_to_f32(std::uint8_t b) {
   const float sign = (b & 0x80U) != 0 ? -1.0F : 1.0F;
   const std::uint32_t exponent = (b >> 3) & 0xfU;
   const std::uint32_t mantissa = b & 7U;

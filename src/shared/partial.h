@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "shared/function.h"
+
 namespace kvonce::shared {
 
 constexpr float kLog2e = 1.44269504088896340736F;
@@ -11,9 +13,9 @@ constexpr float kLn2 = 0.69314718055994530942F;
 
 /// The shift that keeps exp() in range when partials with largest lse `max_lse` are joined: 0 when there are no keys
 /// at all, so that -inf - shift stays -inf instead of becoming NaN.
-inline float merge_shift(float max_lse) { return max_lse == -INFINITY ? 0.0F : max_lse; }
+KVONCE_FN float merge_shift(float max_lse) { return max_lse == -INFINITY ? 0.0F : max_lse; }
 
 /// lse of the union, from the sum of exp(lse_i - shift).
-inline float merged_lse(float shift, float sum) { return sum > 0.0F ? shift + std::log(sum) : -INFINITY; }
+KVONCE_FN float merged_lse(float shift, float sum) { return sum == 0.0F ? -INFINITY : shift + std::log(sum); }
 
 }  // namespace kvonce::shared

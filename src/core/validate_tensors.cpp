@@ -1,0 +1,107 @@
+#include <string>
+
+#include "core/refuse.hpp"
+#include "core/validate.hpp"
+
+namespace kvonce::core {
+namespace {
+
+void require_pointer(const char* name, const void* pointer, const char* why) {
+  if (pointer == nullptr) refuse(ErrorCode::InvalidArgument, name, "null", std::string("a pointer (") + why + ")");
+}
+
+/// A tensor the problem did not announce is an argument that would be ignored: refuse it.
+void require_announced(const char* name, const void* pointer, bool announced, const char* by) {
+  if (announced) {
+    require_pointer(name, pointer, by);
+  } else if (pointer != nullptr) {
+    refuse(ErrorCode::InvalidArgument, name, "a pointer", std::string("null unless the problem sets ") + by);
+  }
+}
+
+std::string at(const char* name, std::int64_t idx) { return std::string(name) + "[" + std::to_string(idx) + "]"; }
+
+void validate_lengths(const Problem& p, const Inputs& in) {
+  for (std::int64_t s = 0; s < p.num_seqs; ++s) {
+    const std::int64_t kv_len = in.kv_lens != nullptr ? in.kv_lens[s] : p.max_kv_len;
+    if (kv_len < 0 || kv_len > p.max_kv_len) {
+      refuse(ErrorCode::InvalidArgument, at("kv_lens", s), std::to_string(kv_len),
+             "0 to max_kv_len = " + std::to_string(p.max_kv_len));
+    }
+    if (in.kv_starts != nullptr && (in.kv_starts[s] < 0 || in.kv_starts[s] > kv_len)) {
+      refuse(ErrorCode::InvalidArgument, at("kv_starts", s), std::to_string(in.kv_starts[s]),
+             "0 to kv_len = " + std::to_string(kv_len));
+    }
+    if (p.layout != KvLayout::strided) {
+      const std::int64_t pages = (kv_len + p.page_size - 1) / p.page_size;
+      if (pages > in.block_table_stride && p.num_seqs > 1) {
+        refuse(ErrorCode::InvalidArgument, "block_table_stride", std::to_string(in.block_table_stride),
+               "at least " + std::to_string(pages) + " pages for " + at("kv_lens", s));
+      }
+      for (std::int64_t i = 0; i < pages; ++i) {
+        const std::int64_t page = in.block_table[s * in.block_table_stride + i];
+        if (page < 0 || page >= in.num_pages) {
+          refuse(ErrorCode::InvalidArgument, at("block_table", s * in.block_table_stride + i), std::to_string(page),
+                 "0 to num_pages - 1 = " + std::to_string(in.num_pages - 1));
+        }
+      }
+    }
+  }
+}
+
+void validate_segments(const Problem& p, const Inputs& in) {
+  if (in.num_segments < 0) refuse(ErrorCode::InvalidArgument, "num_segments", std::to_string(in.num_segments), ">= 0");
+  for (std::int64_t i = 0; i < in.num_segments; ++i) {
+    const Segment& segment = in.segments[i];
+    if (segment.seq_begin < 0 || segment.seq_end < segment.seq_begin || segment.seq_end > p.num_seqs) {
+      refuse(ErrorCode::InvalidArgument, at("segments", i) + ".seq_begin/seq_end",
+             std::to_string(segment.seq_begin) + ".." + std::to_string(segment.seq_end),
+             "an increasing range within 0.." + std::to_string(p.num_seqs));
+    }
+    if (segment.kv_seq < 0 || segment.kv_seq >= p.num_seqs) {
+      refuse(ErrorCode::InvalidArgument, at("segments", i) + ".kv_seq", std::to_string(segment.kv_seq),
+             "0 to num_seqs - 1 = " + std::to_string(p.num_seqs - 1));
+    }
+    if (segment.token_begin < 0 || segment.token_end < segment.token_begin || segment.token_end > p.max_kv_len) {
+      refuse(ErrorCode::InvalidArgument, at("segments", i) + ".token_begin/token_end",
+             std::to_string(segment.token_begin) + ".." + std::to_string(segment.token_end),
+             "an increasing range within 0..max_kv_len = " + std::to_string(p.max_kv_len));
+    }
+  }
+}
+
+bool needs_scales(KvFormat format) {
+  return format == KvFormat::f8_e4m3 || format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4;
+}
+
+bool needs_biases(KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; }
+
+}  // namespace
+
+void validate_inputs(const Problem& p, const Inputs& in) {
+  const bool has_rows = p.num_seqs > 0 && p.q_len > 0;
+  const bool has_keys = has_rows && p.max_kv_len > 0;
+  if (has_rows) require_pointer("q.data", in.q.data, "num_seqs and q_len are positive");
+  if (has_keys) {
+    require_pointer("k.data", in.k.data, "max_kv_len is positive");
+    require_pointer("v.data", in.v.data, "max_kv_len is positive");
+  }
+  require_announced("mask", in.mask, p.mask != MaskKind::none && has_keys, "mask");
+  require_announced("sinks", in.sinks, p.has_sinks, "has_sinks");
+  require_announced("alibi_slopes", in.alibi_slopes, p.has_alibi, "has_alibi");
+  require_announced("mask_slopes", in.mask_slopes, p.has_mask_slopes, "has_mask_slopes");
+  require_announced("block_table", in.block_table, p.layout != KvLayout::strided && has_keys, "a paged layout");
+  require_announced("k_scales", in.k_scales, needs_scales(p.k_format), "a k_format with scales");
+  require_announced("v_scales", in.v_scales, needs_scales(p.v_format), "a v_format with scales");
+  require_announced("k_biases", in.k_biases, needs_biases(p.k_format), "an MLX k_format");
+  require_announced("v_biases", in.v_biases, needs_biases(p.v_format), "an MLX v_format");
+  require_announced("segments", in.segments, p.has_segments && in.num_segments > 0, "has_segments");
+  if (p.has_segments) validate_segments(p, in);
+  if (has_rows) validate_lengths(p, in);
+}
+
+void validate_outputs(const Problem& p, const Outputs& outputs) {
+  if (p.num_seqs > 0 && p.q_len > 0) require_pointer("out", outputs.out, "num_seqs and q_len are positive");
+}
+
+}  // namespace kvonce::core

@@ -1,0 +1,345 @@
+// What    Decode attention of up to rows_per_worker query rows over one token chunk of one KV stream, written once over a
+//         target's Simd verbs and compiled once per target.
+// Shapes  q [num_rows][head_dim_qk], K [tokens][head_dim_qk], V [tokens][head_dim_v]; result: one partial per row.
+// Work    rows | tile 0 (row_tile rows) | tile 1 | ...      every tile runs inside each token step, so the step's K and V
+//         keys | step 0 (step_tokens)   | step 1 | ...      come from memory once and from the L1 cache for later tiles
+// Steps   [1] load_row_tile      q to float32, times scale*log2(e), packed so that a step reads it in order
+//         [2] score_tokens       rows x tokens accumulators, one transposing reduction per vector of pairs
+//         [3] update_softmax     running maximum, exponentials, running sum; o is rescaled only when a maximum grew
+//         [4] accumulate_values  rows x dims accumulators stay in registers for the whole step
+//         [5] store_partial      o / sum and the natural-log lse
+// Bytes   (head_dim_qk * K element + head_dim_v * V element) * tokens, once per call whatever num_rows is
+// Layout  scores of a tile: [token][lane_rows], lane_rows = rows rounded up to a power of two, so a vector holds
+//         width / lane_rows tokens. q of a tile: [vector of dims][row][width]. o: [row][dims], dims in the V format's
+//         own lane order (Elements::kEvenOdd) until store_partial.
+// Masks   causal, window and kv_start give each row one token range. A step that every row of a tile sees whole runs the
+//         tile kernels; a ragged step hides scores row by row and adds values row by row, so that a hidden key's V is
+//         never multiplied, not even by zero.
+// Not handled here: tails of a chunk beyond the visible range (run.cpp clips), merging (merge.hpp).
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+
+#include "cpu/simd/unroll.hpp"
+#include "cpu/task.hpp"
+#include "shared/numeric.h"
+#include "shared/partial.h"
+#include "shared/token_range.h"
+
+namespace kvonce::cpu {
+
+static constexpr int lane_rows(int rows) { return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
+
+template <auto constant>
+struct Constant {
+  static constexpr auto value = constant;
+};
+
+/// The last num_dims % width values of a row, zero-extended: never reads past the row.
+template <class S, KvFormat format>
+typename S::Vec load_tail(const typename S::template Elements<format>::Stored* p, std::int64_t count) {
+  typename S::template Elements<format>::Stored buffer[S::width] = {};
+  for (std::int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+  return S::template Elements<format>::load(buffer);
+}
+
+// [1] ------------------------------------------------------------------------------------------------------------------
+
+/// One vector pair of q in the lane order of K format `format`.
+template <class S, KvFormat format, KvFormat q_format>
+void load_q_pair(const typename S::template Elements<q_format>::Stored* p, typename S::Vec& a, typename S::Vec& b) {
+  using Q = typename S::template Elements<q_format>;
+  if constexpr (Q::kEvenOdd == S::template Elements<format>::kEvenOdd) {
+    Q::load_pair(p, a, b);
+  } else if constexpr (Q::kEvenOdd) {
+    a = Q::load(p);
+    b = Q::load(p + S::width);
+  } else {
+    float in_order[2 * S::width];
+    float even_odd[2 * S::width];
+    S::store(in_order, Q::load(p));
+    S::store(in_order + S::width, Q::load(p + S::width));
+    for (int i = 0; i < S::width; ++i) {
+      even_odd[i] = in_order[2 * i];
+      even_odd[S::width + i] = in_order[2 * i + 1];
+    }
+    a = S::load(even_odd);
+    b = S::load(even_odd + S::width);
+  }
+}
+
+template <class S, KvFormat format, KvFormat q_format>
+void load_row(const void* q_row, std::int64_t dims, float scale_log2e, int rows, float* q) {
+  using Q = typename S::template Elements<q_format>;
+  constexpr std::int64_t kPair = 2 * S::width;
+  const auto* p = static_cast<const typename Q::Stored*>(q_row);
+  const typename S::Vec scale = S::broadcast(scale_log2e);
+  std::int64_t dim = 0;
+  for (; dim + kPair <= dims; dim += kPair, q += 2 * rows * S::width) {
+    typename S::Vec a;
+    typename S::Vec b;
+    load_q_pair<S, format, q_format>(p + dim, a, b);
+    S::store(q, S::mul(a, scale));
+    S::store(q + rows * S::width, S::mul(b, scale));
+  }
+  for (; dim < dims; dim += S::width, q += rows * S::width) {
+    const bool whole = dim + S::width <= dims;
+    S::store(q, S::mul(whole ? Q::load(p + dim) : load_tail<S, q_format>(p + dim, dims - dim), scale));
+  }
+}
+
+/// Packs rows [first_row, first_row + rows): vector v of row r at q + (v * rows + r) * width.
+template <class S, KvFormat format>
+void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, float* q) {
+  for (int r = 0; r < rows; ++r, q += S::width) {
+    const std::int64_t row = first_row + r;
+    const std::int64_t offset =
+        row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
+    const auto load = [&](auto q_format, std::int64_t bytes) {
+      load_row<S, format, decltype(q_format)::value>(static_cast<const char*>(task.q) + offset * bytes,
+                                                     task.head_dim_qk, task.scale_log2e, rows, q);
+    };
+    switch (task.q_dtype) {
+      case DType::f32: load(Constant<KvFormat::f32>{}, 4); break;
+      case DType::f16: load(Constant<KvFormat::f16>{}, 2); break;
+      case DType::bf16: load(Constant<KvFormat::bf16>{}, 2); break;
+    }
+  }
+}
+
+// [2] ------------------------------------------------------------------------------------------------------------------
+
+/// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.
+/// prefetch_bytes > 0: prefetches the K row that lies that far behind each row.
+template <class S, KvFormat format, int rows>
+void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
+                  std::int64_t dims, std::int64_t prefetch_bytes, float* scores) {
+  using Vec = typename S::Vec;
+  using E = typename S::template Elements<format>;
+  using Stored = typename E::Stored;
+  constexpr int kLaneRows = lane_rows(rows);
+  constexpr int kTokens = S::width / kLaneRows;
+  constexpr std::int64_t kPair = 2 * S::width;
+  const auto* k = static_cast<const Stored*>(k_rows);
+  const std::int64_t row_bytes = dims * static_cast<std::int64_t>(sizeof(Stored));
+
+  for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
+    const Stored* row[kTokens];
+    for (int j = 0; j < kTokens; ++j) {
+      const std::int64_t t = token + j < num_tokens ? token + j : num_tokens - 1;
+      row[j] = k + t * token_stride;
+      if (prefetch_bytes != 0) {
+        const char* ahead = reinterpret_cast<const char*>(row[j]) + prefetch_bytes;
+        for (std::int64_t byte = 0; byte < row_bytes; byte += 64) S::prefetch(ahead + byte);
+      }
+    }
+    // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
+    Vec acc[S::width];
+    KVONCE_UNROLL
+    for (int i = 0; i < S::width; ++i) acc[i] = S::zero();
+
+    const float* q_vec = q;
+    std::int64_t dim = 0;
+    for (; dim + kPair <= dims; dim += kPair, q_vec += 2 * rows * S::width) {
+      if constexpr (rows <= kTokens) {  // few rows: q stays in registers, K passes through
+        Vec q_a[rows];
+        Vec q_b[rows];
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          q_a[r] = S::load(q_vec + r * S::width);
+          q_b[r] = S::load(q_vec + (rows + r) * S::width);
+        }
+        KVONCE_UNROLL
+        for (int j = 0; j < kTokens; ++j) {
+          Vec a;
+          Vec b;
+          E::load_pair(row[j] + dim, a, b);
+          KVONCE_UNROLL
+          for (int r = 0; r < rows; ++r) {
+            acc[j * kLaneRows + r] = S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]));
+          }
+        }
+      } else {  // many rows: a pair of K vectors per token stays in registers, q passes through
+        Vec k_a[kTokens];
+        Vec k_b[kTokens];
+        KVONCE_UNROLL
+        for (int j = 0; j < kTokens; ++j) E::load_pair(row[j] + dim, k_a[j], k_b[j]);
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          const Vec q_a = S::load(q_vec + r * S::width);
+          KVONCE_UNROLL
+          for (int j = 0; j < kTokens; ++j) {
+            acc[j * kLaneRows + r] = S::fmadd(k_a[j], q_a, acc[j * kLaneRows + r]);
+          }
+        }
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          const Vec q_b = S::load(q_vec + (rows + r) * S::width);
+          KVONCE_UNROLL
+          for (int j = 0; j < kTokens; ++j) {
+            acc[j * kLaneRows + r] = S::fmadd(k_b[j], q_b, acc[j * kLaneRows + r]);
+          }
+        }
+      }
+    }
+    for (; dim < dims; dim += S::width, q_vec += rows * S::width) {  // at most one whole vector and one tail
+      const bool whole = dim + S::width <= dims;
+      KVONCE_UNROLL
+      for (int j = 0; j < kTokens; ++j) {
+        const Vec key = whole ? E::load(row[j] + dim) : load_tail<S, format>(row[j] + dim, dims - dim);
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          acc[j * kLaneRows + r] = S::fmadd(key, S::load(q_vec + r * S::width), acc[j * kLaneRows + r]);
+        }
+      }
+    }
+    S::store(scores + token * kLaneRows, S::sum_lanes(acc));
+  }
+  for (std::int64_t i = num_tokens * kLaneRows; i < round_up(num_tokens * kLaneRows, S::width); ++i) {
+    scores[i] = -INFINITY;
+  }
+}
+
+// [3] ------------------------------------------------------------------------------------------------------------------
+
+/// Turns scores into exp2(score - maximum). `maximum` and `sum` are one vector each, lane l belongs to row l % lane_rows;
+/// every lane of a row holds its maximum, its lanes of `sum` still have to be added up.
+template <class S, int rows>
+void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, float* sum, float* o,
+                    std::int64_t o_row_floats) {
+  using Vec = typename S::Vec;
+  constexpr int kLaneRows = lane_rows(rows);
+  const std::int64_t floats = round_up(num_tokens * kLaneRows, S::width);
+  Vec step_max = S::load(scores);
+  for (std::int64_t i = S::width; i < floats; i += S::width) step_max = S::max(step_max, S::load(scores + i));
+  step_max = S::template max_across<kLaneRows>(step_max);
+
+  const Vec old_max = S::load(maximum);
+  const Vec new_max = S::max(old_max, step_max);
+  // A row without any key so far keeps -inf; shifting by 0 then makes its exponentials 0 rather than NaN.
+  const Vec shift = S::max(new_max, S::broadcast(-FLT_MAX));
+  Vec total = S::load(sum);
+  if (S::any_greater(new_max, old_max)) {
+    const Vec factor = S::exp2(S::sub(old_max, shift));
+    total = S::mul(total, factor);
+    S::store(maximum, new_max);
+    float factors[S::width];
+    S::store(factors, factor);
+    for (int r = 0; r < rows; ++r) {
+      const Vec row_factor = S::broadcast(factors[r]);
+      float* o_row = o + r * o_row_floats;
+      for (std::int64_t i = 0; i < o_row_floats; i += S::width) S::store(o_row + i, S::mul(S::load(o_row + i), row_factor));
+    }
+  }
+  for (std::int64_t i = 0; i < floats; i += S::width) {
+    const Vec p = S::exp2(S::sub(S::load(scores + i), shift));
+    total = S::add(total, p);
+    S::store(scores + i, p);
+  }
+  S::store(sum, total);
+}
+
+// [4] ------------------------------------------------------------------------------------------------------------------
+
+/// o[r][dim .. dim + vectors * width) += p[t][r] * V[t][dim ..] over the step, accumulators in registers throughout.
+template <class S, KvFormat format, int rows, int vectors>
+void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t token_stride,
+                      std::int64_t num_tokens, const float* p, std::int64_t p_stride, std::int64_t prefetch_bytes,
+                      float* o, std::int64_t o_row_floats) {
+  using Vec = typename S::Vec;
+  using E = typename S::template Elements<format>;
+  constexpr std::int64_t kBlockBytes = vectors * S::width * static_cast<std::int64_t>(sizeof(typename E::Stored));
+  Vec acc[rows][vectors];
+  KVONCE_UNROLL
+  for (int r = 0; r < rows; ++r) {
+    KVONCE_UNROLL
+    for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + r * o_row_floats + i * S::width);
+  }
+  for (std::int64_t t = 0; t < num_tokens; ++t, v += token_stride, p += p_stride) {
+    if (prefetch_bytes != 0) {
+      const char* ahead = reinterpret_cast<const char*>(v) + prefetch_bytes;
+      for (std::int64_t byte = 0; byte < kBlockBytes; byte += 64) S::prefetch(ahead + byte);
+    }
+    Vec value[vectors];
+    if constexpr (vectors == 1) {
+      value[0] = E::load(v);
+    } else {
+      KVONCE_UNROLL
+      for (int i = 0; i < vectors; i += 2) E::load_pair(v + i * S::width, value[i], value[i + 1]);
+    }
+    KVONCE_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      const Vec weight = S::broadcast(p[r]);
+      KVONCE_UNROLL
+      for (int i = 0; i < vectors; ++i) acc[r][i] = S::fmadd(value[i], weight, acc[r][i]);
+    }
+  }
+  KVONCE_UNROLL
+  for (int r = 0; r < rows; ++r) {
+    KVONCE_UNROLL
+    for (int i = 0; i < vectors; ++i) S::store(o + r * o_row_floats + i * S::width, acc[r][i]);
+  }
+}
+
+/// Most vectors of dims per pass whose accumulators, values and weight fit the register file.
+template <class S>
+constexpr int value_vectors(int rows) {
+  const int spare = S::kRegisters - 2;
+  int vectors = 8;
+  while (vectors > 2 && rows * vectors + vectors > spare) vectors /= 2;
+  return vectors;
+}
+
+template <class S, KvFormat format, int rows>
+void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* p,
+                       std::int64_t p_stride, std::int64_t dims, std::int64_t prefetch_bytes, float* o,
+                       std::int64_t o_row_floats) {
+  using E = typename S::template Elements<format>;
+  constexpr int kVectors = value_vectors<S>(rows);
+  const auto* v = static_cast<const typename E::Stored*>(v_rows);
+  std::int64_t dim = 0;
+  const auto pass = [&](auto vectors) {
+    constexpr int kCount = decltype(vectors)::value;
+    for (; dim + kCount * S::width <= dims; dim += kCount * S::width) {
+      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, prefetch_bytes,
+                                                o + dim, o_row_floats);
+    }
+  };
+  if constexpr (kVectors >= 8) pass(Constant<8>{});
+  if constexpr (kVectors >= 4) pass(Constant<4>{});
+  pass(Constant<2>{});
+  pass(Constant<1>{});
+  if (dim < dims) {
+    for (std::int64_t t = 0; t < num_tokens; ++t) {
+      const typename S::Vec value = load_tail<S, format>(v + t * token_stride + dim, dims - dim);
+      for (int r = 0; r < rows; ++r) {
+        float* o_vec = o + r * o_row_floats + dim;
+        S::store(o_vec, S::fmadd(value, S::broadcast(p[t * p_stride + r]), S::load(o_vec)));
+      }
+    }
+  }
+}
+
+// [5] ------------------------------------------------------------------------------------------------------------------
+
+/// Normalises one row's o back into dim order and writes its lse. `sum` is the row's total over all lanes.
+template <class S, KvFormat format>
+void store_partial(const float* o, float maximum, float sum, std::int64_t dims, float* partial_o, float* partial_lse) {
+  constexpr std::int64_t kPair = 2 * S::width;
+  const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
+  const std::int64_t even_odd_end = S::template Elements<format>::kEvenOdd ? dims / kPair * kPair : 0;
+  for (std::int64_t dim = 0; dim < even_odd_end; dim += kPair) {
+    for (int i = 0; i < S::width; ++i) {
+      partial_o[dim + 2 * i] = o[dim + i] * inverse;
+      partial_o[dim + 2 * i + 1] = o[dim + S::width + i] * inverse;
+    }
+  }
+  for (std::int64_t dim = even_odd_end; dim < dims; dim += S::width) {
+    S::store(partial_o + dim, S::mul(S::load(o + dim), S::broadcast(inverse)));
+  }
+  *partial_lse = sum == 0.0F ? -INFINITY : maximum * shared::kLn2 + ::logf(sum);
+}
+
+}  // namespace kvonce::cpu

@@ -1,0 +1,107 @@
+#include "cpu/backend.hpp"
+
+#include <charconv>
+#include <cstdlib>
+#include <string>
+
+#include "core/refuse.hpp"
+#include "cpu/features.hpp"
+#include "cpu/targets.hpp"
+
+namespace kvonce::cpu {
+namespace {
+
+// Best first.
+constexpr const char* kTargetNames[] = {"avx512_bf16", "avx512", "avx2", "portable"};
+
+Device describe(std::string_view target, int num_threads) {
+  Device device;
+  device.backend = Backend::cpu;
+  device.target = std::string(target);
+  device.name = processor_name();
+  device.num_threads = num_threads;
+  const CacheSizes caches = cache_sizes();
+  device.l1_bytes = caches.l1_bytes;
+  device.l2_bytes = caches.l2_bytes;
+  device.l3_bytes = caches.l3_bytes;
+  device.unavailable = find_target(target) == nullptr
+                           ? "target " + std::string(target) + ": not built for this architecture"
+                           : missing_feature(target);
+  return device;
+}
+
+bool is_known(std::string_view target) {
+  for (const char* name : kTargetNames) {
+    if (target == name) return true;
+  }
+  return false;
+}
+
+int threads_from_environment() {
+  const char* text = std::getenv("KVONCE_NUM_THREADS");
+  if (text == nullptr || *text == '\0') return usable_cpus();
+  int count = 0;
+  const std::string_view view(text);
+  const auto [end, error] = std::from_chars(view.data(), view.data() + view.size(), count);
+  if (error != std::errc() || end != view.data() + view.size() || count < 1 || count > core::kMaxThreads) {
+    core::refuse(ErrorCode::InvalidArgument, "KVONCE_NUM_THREADS", "'" + std::string(view) + "'",
+                 "1 to " + std::to_string(core::kMaxThreads));
+  }
+  return count;
+}
+
+std::vector<Device> all_devices() {
+  std::vector<Device> devices;
+  for (const char* name : kTargetNames) devices.push_back(describe(name, usable_cpus()));
+  return devices;
+}
+
+}  // namespace
+
+const Target* find_target(std::string_view name) {
+  const Target* const built[] = {
+#if defined(KVONCE_X86)
+      &avx512_bf16::kTarget, &avx512::kTarget, &avx2::kTarget,
+#endif
+      &portable::kTarget};
+  for (const Target* target : built) {
+    if (name == target->name) return target;
+  }
+  return nullptr;
+}
+
+Device device(std::string_view target, int num_threads) {
+  if (!is_known(target)) {
+    core::refuse(ErrorCode::InvalidArgument, "target", "'" + std::string(target) + "'",
+                 "portable, avx2, avx512, avx512_bf16");
+  }
+  if (num_threads < 0 || num_threads > core::kMaxThreads) {
+    core::refuse(ErrorCode::InvalidArgument, "num_threads", std::to_string(num_threads),
+                 "0 (all CPUs of this process) to " + std::to_string(core::kMaxThreads));
+  }
+  Device found = describe(target, num_threads == 0 ? threads_from_environment() : num_threads);
+  if (!found.unavailable.empty()) throw Error(ErrorCode::Unavailable, found.unavailable);
+  return found;
+}
+
+Device default_device() {
+  const char* forced = std::getenv("KVONCE_CPU_TARGET");
+  if (forced != nullptr && *forced != '\0') {
+    if (!is_known(forced)) {
+      core::refuse(ErrorCode::InvalidArgument, "KVONCE_CPU_TARGET", "'" + std::string(forced) + "'",
+                   "portable, avx2, avx512, avx512_bf16");
+    }
+    return device(forced, 0);
+  }
+  for (const char* name : kTargetNames) {
+    if (find_target(name) != nullptr && missing_feature(name).empty()) return device(name, 0);
+  }
+  return device("portable", 0);
+}
+
+const core::BackendTable& backend() {
+  static constexpr core::BackendTable kTable = {Backend::cpu, all_devices, plan, run};
+  return kTable;
+}
+
+}  // namespace kvonce::cpu

@@ -1,0 +1,221 @@
+// Drives the steps of attend.hpp over one ChunkTask: which row tiles, which token steps, whole or ragged.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/attend.hpp"
+#include "cpu/task.hpp"
+
+namespace kvonce::cpu {
+
+/// The step functions of one row tile size, chosen by K and V format at run time.
+template <class S>
+struct TileKernels {
+  void (*load_row_tile)(const ChunkTask&, std::int64_t, int, float*);
+  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t, float*);
+  void (*update_softmax)(float*, std::int64_t, float*, float*, float*, std::int64_t);
+  void (*accumulate_values)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t,
+                            std::int64_t, float*, std::int64_t);
+};
+
+template <class S, int rows, KvFormat k_format, KvFormat v_format>
+constexpr TileKernels<S> tile_kernels() {
+  return {load_row_tile<S, k_format>, score_tokens<S, k_format, rows>, update_softmax<S, rows>,
+          accumulate_values<S, v_format, rows>};
+}
+
+template <class S>
+TileKernels<S> find_kernels(int rows, KvFormat k_format, KvFormat v_format) {
+  TileKernels<S> kernels{};
+#define KVONCE_ROW_TILE(count)                                                                                  \
+  if constexpr (count <= S::kMaxRowTile) {                                                                      \
+    if (rows == count) {                                                                                        \
+      const TileKernels<S> of_k[] = {tile_kernels<S, count, KvFormat::f32, KvFormat::f32>(),                    \
+                                     tile_kernels<S, count, KvFormat::f16, KvFormat::f16>(),                    \
+                                     tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()};                 \
+      kernels = of_k[static_cast<int>(k_format)];                                                               \
+      kernels.accumulate_values = of_k[static_cast<int>(v_format)].accumulate_values;                           \
+    }                                                                                                           \
+  }
+#include "shared/instances.def"
+  return kernels;
+}
+
+template <class S>
+void store_row(const ChunkTask& task, const float* o, float maximum, float sum, std::int64_t row) {
+  float* partial_o = task.partial_o + row * task.partial_row_stride;
+  float* partial_lse = task.partial_lse + row * task.lse_row_stride;
+  switch (task.v_format) {
+    case KvFormat::bf16:
+      store_partial<S, KvFormat::bf16>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse);
+      break;
+    default: store_partial<S, KvFormat::f32>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse); break;
+  }
+}
+
+/// Rows [first, first + count) of the task's rows as one tile.
+struct RowTile {
+  std::int64_t first_row;  // of the stream
+  int rows;
+  shared::TokenRange seen_by_all;   // keys that every row of the tile sees
+  shared::TokenRange seen_by_some;  // keys that some row sees
+};
+
+static constexpr std::int64_t bytes_of(KvFormat format) { return format == KvFormat::f32 ? 4 : 2; }
+
+template <class S>
+class ChunkRunner {
+ public:
+  explicit ChunkRunner(const ChunkTask& task)
+      : task_(task),
+        qk_floats_(round_up(task.head_dim_qk, kPadFloats)),
+        o_floats_(round_up(task.head_dim_v, kPadFloats)),
+        num_tiles_(static_cast<int>(shared::ceil_div(task.num_rows, task.row_tile))),
+        q_(task.scratch),
+        o_(q_ + task.num_rows * qk_floats_),
+        scores_(o_ + task.num_rows * o_floats_),
+        maximum_(scores_ + 2 * task.num_rows * task.step_tokens),
+        sum_(maximum_ + task.num_rows * kPadFloats),
+        small_rows_(static_cast<int>(task.num_rows / num_tiles_)),
+        one_row_(find_kernels<S>(1, task.k_format, task.v_format)),
+        small_(find_kernels<S>(small_rows_, task.k_format, task.v_format)),
+        large_(find_kernels<S>(task.num_rows % num_tiles_ == 0 ? small_rows_ : small_rows_ + 1, task.k_format,
+                               task.v_format)) {}
+
+  void run() {
+    for (int i = 0; i < num_tiles_; ++i) start_tile(i);
+    const std::int64_t step = task_.step_tokens;
+    for (std::int64_t token = task_.chunk.begin; token < task_.chunk.end; token += step) {
+      const shared::TokenRange tokens{token, token + step < task_.chunk.end ? token + step : task_.chunk.end};
+      for (int i = 0; i < num_tiles_; ++i) score_tile(i, tokens);
+      for (int i = 0; i < num_tiles_; ++i) value_tile(i, tokens);
+    }
+    for (int i = 0; i < num_tiles_; ++i) finish_tile(i);
+  }
+
+ private:
+  // Tiles differ by at most one row: 9 rows at row_tile 8 run as 5 + 4, not 8 + 1.
+  [[nodiscard]] std::int64_t tile_begin(int i) const { return task_.num_rows * i / num_tiles_; }
+
+  [[nodiscard]] RowTile tile(int i) const {
+    const std::int64_t begin = tile_begin(i);
+    const std::int64_t end = tile_begin(i + 1);
+    const std::int64_t first_row = task_.row_begin + begin;
+    const shared::TokenRange oldest = visible(first_row);
+    const shared::TokenRange newest = visible(task_.row_begin + end - 1);
+    return {first_row, static_cast<int>(end - begin), {newest.begin, oldest.end}, {oldest.begin, newest.end}};
+  }
+
+  [[nodiscard]] shared::TokenRange visible(std::int64_t row) const {
+    return shared::visible_range(row / task_.group_size, task_.q_len, task_.kv_len, task_.kv_start, task_.causal,
+                                 task_.window);
+  }
+
+  [[nodiscard]] const TileKernels<S>& kernels(const RowTile& t) const { return t.rows == small_rows_ ? small_ : large_; }
+
+  [[nodiscard]] float* q_of(int i) const { return q_ + tile_begin(i) * qk_floats_; }
+  [[nodiscard]] float* o_of(int i) const { return o_ + tile_begin(i) * o_floats_; }
+  [[nodiscard]] float* scores_of(int i) const { return scores_ + 2 * tile_begin(i) * task_.step_tokens; }
+  [[nodiscard]] float* maximum_of(int i) const { return maximum_ + i * kPadFloats; }
+  [[nodiscard]] float* sum_of(int i) const { return sum_ + i * kPadFloats; }
+
+  [[nodiscard]] const void* k_at(std::int64_t token) const {
+    return static_cast<const char*>(task_.k) + token * task_.k_token_stride * bytes_of(task_.k_format);
+  }
+  [[nodiscard]] const void* v_at(std::int64_t token) const {
+    return static_cast<const char*>(task_.v) + token * task_.v_token_stride * bytes_of(task_.v_format);
+  }
+
+  /// Only the first tile of a step touches memory that is not in the cache yet.
+  [[nodiscard]] std::int64_t prefetch_bytes(int i, std::int64_t token_stride, KvFormat format) const {
+    return i == 0 ? task_.prefetch_tokens * token_stride * bytes_of(format) : 0;
+  }
+
+  void start_tile(int i) {
+    const RowTile t = tile(i);
+    kernels(t).load_row_tile(task_, t.first_row, t.rows, q_of(i));
+    float* o = o_of(i);
+    for (std::int64_t k = 0; k < t.rows * o_floats_; ++k) o[k] = 0.0F;
+    for (std::int64_t k = 0; k < S::width; ++k) {
+      maximum_of(i)[k] = -INFINITY;
+      sum_of(i)[k] = 0.0F;
+    }
+  }
+
+  [[nodiscard]] static bool touches(const RowTile& t, const shared::TokenRange& tokens) {
+    return tokens.begin < t.seen_by_some.end && t.seen_by_some.begin < tokens.end;
+  }
+  [[nodiscard]] static bool is_whole(const RowTile& t, const shared::TokenRange& tokens) {
+    return t.seen_by_all.begin <= tokens.begin && tokens.end <= t.seen_by_all.end;
+  }
+
+  void score_tile(int i, const shared::TokenRange& tokens) {
+    const RowTile t = tile(i);
+    if (!touches(t, tokens)) return;
+    const std::int64_t count = tokens.end - tokens.begin;
+    kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
+                         prefetch_bytes(i, task_.k_token_stride, task_.k_format), scores_of(i));
+    if (!is_whole(t, tokens)) hide_scores(t, tokens, scores_of(i));
+    kernels(t).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
+  }
+
+  void hide_scores(const RowTile& t, const shared::TokenRange& tokens, float* scores) const {
+    for (int r = 0; r < t.rows; ++r) {
+      const shared::TokenRange seen = visible(t.first_row + r);
+      for (std::int64_t token = tokens.begin; token < tokens.end; ++token) {
+        if (token < seen.begin || token >= seen.end) scores[(token - tokens.begin) * lane_rows(t.rows) + r] = -INFINITY;
+      }
+    }
+  }
+
+  void value_tile(int i, const shared::TokenRange& tokens) {
+    const RowTile t = tile(i);
+    if (!touches(t, tokens)) return;
+    if (is_whole(t, tokens)) {
+      kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
+                             lane_rows(t.rows), task_.head_dim_v,
+                             prefetch_bytes(i, task_.v_token_stride, task_.v_format), o_of(i), o_floats_);
+      return;
+    }
+    for (int r = 0; r < t.rows; ++r) {
+      shared::TokenRange seen = visible(t.first_row + r);
+      if (seen.begin < tokens.begin) seen.begin = tokens.begin;
+      if (seen.end > tokens.end) seen.end = tokens.end;
+      if (seen.begin >= seen.end) continue;
+      one_row_.accumulate_values(v_at(seen.begin), task_.v_token_stride, seen.end - seen.begin,
+                                scores_of(i) + (seen.begin - tokens.begin) * lane_rows(t.rows) + r, lane_rows(t.rows),
+                                task_.head_dim_v, 0, o_of(i) + r * o_floats_, o_floats_);
+    }
+  }
+
+  void finish_tile(int i) {
+    const RowTile t = tile(i);
+    const int stride = lane_rows(t.rows);
+    for (int r = 0; r < t.rows; ++r) {
+      float sum = 0.0F;
+      for (int lane = r; lane < S::width; lane += stride) sum += sum_of(i)[lane];
+      store_row<S>(task_, o_of(i) + r * o_floats_, maximum_of(i)[r], sum, t.first_row + r);
+    }
+  }
+
+  const ChunkTask& task_;
+  std::int64_t qk_floats_;
+  std::int64_t o_floats_;
+  int num_tiles_;
+  float* q_;
+  float* o_;
+  float* scores_;
+  float* maximum_;
+  float* sum_;
+  int small_rows_;  // tiles have this many rows or one more
+  TileKernels<S> one_row_;
+  TileKernels<S> small_;
+  TileKernels<S> large_;
+};
+
+template <class S>
+void attend_chunk(const ChunkTask& task) {
+  ChunkRunner<S>(task).run();
+}
+
+}  // namespace kvonce::cpu

@@ -1,0 +1,179 @@
+// What the CPU serves and how: refusals, kernel, row tile, chunks, workspace. Integers only.
+#include <algorithm>
+#include <string>
+
+#include "core/refuse.hpp"
+#include "cpu/backend.hpp"
+#include "cpu/task.hpp"
+
+namespace kvonce::cpu {
+namespace {
+
+struct Dims {
+  std::int64_t qk;
+  std::int64_t v;
+};
+
+constexpr Dims kHeadDims[] = {
+#define KVONCE_HEAD_DIMS(qk, v) {qk, v},
+#include "shared/instances.def"
+};
+
+bool has_format(KvFormat format) {
+#define KVONCE_FORMAT(name) \
+  if (format == KvFormat::name) return true;
+#include "shared/instances.def"
+  return false;
+}
+
+void require(bool served, const std::string& what, const std::string& instead) {
+  if (!served) throw Error(ErrorCode::Unsupported, what + " is not served by the cpu backend yet; " + instead);
+}
+
+void require_served(const Problem& p) {
+  const auto format = [](const char* name, KvFormat given) {
+    require(has_format(given), std::string(name) + " " + std::string(to_string(given)),
+            "store the cache as f32, f16 or bf16");
+  };
+  format("k_format", p.k_format);
+  format("v_format", p.v_format);
+  require(p.layout == KvLayout::strided, "layout " + std::string(to_string(p.layout)),
+          "gather the pages into a strided cache");
+  require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
+          "use causal, window, kv_lens and kv_starts where they say the same");
+  require(p.softcap == 0.0F, "softcap", "use core/reference.hpp's oracle or another library for this layer");
+  require(!p.has_alibi, "has_alibi", "use core/reference.hpp's oracle or another library for this layer");
+  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
+}
+
+/// Rows that share one pass. 64 rows of q, o and scores at head dim 128 take 80 KB of a worker's private cache.
+constexpr std::int64_t kRowsPerWorker = 64;
+constexpr std::int64_t kMinStepFloats = 16;
+
+std::int64_t choose_chunk_tokens(const Problem& p) {
+  // A chunk streams 256 KB, or 16 times what its partials weigh where there are many rows: joining chunks then costs a
+  // few percent, and short caches still split over several threads.
+  constexpr std::int64_t kChunkBytes = 256 * 1024;
+  const std::int64_t token_bytes = format_bytes(p.k_format, p.head_dim_qk) + format_bytes(p.v_format, p.head_dim_v);
+  const std::int64_t rows = std::min(p.rows_per_stream(), kRowsPerWorker);
+  const std::int64_t bytes = std::max(kChunkBytes, 16 * rows * p.head_dim_v * 4);
+  return std::clamp<std::int64_t>(bytes / token_bytes / 64 * 64, 128, 4096);
+}
+
+void decide_policy(core::PlanData& data, const Target& target, const Policy& asked) {
+  const Problem& p = data.problem;
+  Policy& policy = data.policy;
+  policy = asked;
+  if (policy.row_tile == 0) policy.row_tile = target.max_row_tile;
+  if (policy.row_tile > target.max_row_tile) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(policy.row_tile),
+                 "1 to " + std::to_string(target.max_row_tile) + " on target " + target.name);
+  }
+  if (policy.rows_per_worker == 0) policy.rows_per_worker = kRowsPerWorker;
+  policy.rows_per_worker = std::max(policy.rows_per_worker, policy.row_tile);
+  if (policy.rows_per_worker > 8192) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.rows_per_worker", std::to_string(policy.rows_per_worker), "1 to 8192");
+  }
+  if (policy.chunk_tokens == 0) policy.chunk_tokens = choose_chunk_tokens(p);
+  if (policy.chunk_tokens < 0 || policy.chunk_tokens > (1LL << 31)) {
+    core::refuse(ErrorCode::InvalidArgument, "chunk_tokens", std::to_string(policy.chunk_tokens), "1 to 2^31");
+  }
+  if (policy.step_tokens == 0) policy.step_tokens = 32;
+  if (policy.step_tokens % kMinStepFloats != 0 || policy.step_tokens > 1024) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.step_tokens", std::to_string(policy.step_tokens),
+                 "a multiple of 16 up to 1024");
+  }
+  if (policy.prefetch_tokens < 0) policy.prefetch_tokens = policy.step_tokens;
+  if (policy.prefetch_tokens > 65536) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_tokens", std::to_string(policy.prefetch_tokens), "0 to 65536");
+  }
+}
+
+/// Adds `count * size` bytes to the layout at a 64-byte boundary and returns where they start.
+class WorkspaceBuilder {
+ public:
+  std::size_t add(std::int64_t count, std::int64_t size) {
+    std::int64_t bytes = 0;
+    if (__builtin_mul_overflow(count, size, &bytes) || __builtin_add_overflow(bytes, 63 + end_, &bytes) ||
+        bytes > (1LL << 62)) {
+      too_large();
+    }
+    const std::int64_t begin = end_;
+    end_ = bytes / 64 * 64;
+    return static_cast<std::size_t>(begin);
+  }
+  [[nodiscard]] std::size_t total() const { return static_cast<std::size_t>(end_ + 63); }
+
+  static std::int64_t product(std::int64_t a, std::int64_t b) {
+    std::int64_t result = 0;
+    if (__builtin_mul_overflow(a, b, &result)) too_large();
+    return result;
+  }
+
+ private:
+  [[noreturn]] static void too_large() {
+    core::refuse(ErrorCode::InvalidArgument, "workspace", "more than 2^62 bytes",
+                 "fewer sequences, heads or max_kv_len, or larger chunk_tokens");
+  }
+  std::int64_t end_ = 0;
+};
+
+void lay_out_workspace(core::PlanData& data) {
+  const Problem& p = data.problem;
+  core::WorkspaceLayout& w = data.workspace;
+  if (p.num_seqs == 0 || p.q_len == 0) return;  // nothing to run: no workspace
+  WorkspaceBuilder builder;
+  const std::int64_t streams = p.num_seqs * p.num_kv_heads;
+  const std::int64_t rows = WorkspaceBuilder::product(streams, data.rows_per_stream);
+  const std::int64_t partials = WorkspaceBuilder::product(rows, data.max_chunks);
+  w.item_starts = builder.add(p.num_seqs + 1, 8);
+  w.counters = builder.add(WorkspaceBuilder::product(streams, data.row_blocks), 4);
+  w.partial_lse = builder.add(partials, 4);
+  w.partial_o = builder.add(WorkspaceBuilder::product(partials, round_up(p.head_dim_v, kPadFloats)), 4);
+  const std::int64_t block_rows = std::min(data.rows_per_stream, data.policy.rows_per_worker);
+  w.scratch_bytes = static_cast<std::size_t>(
+      round_up(4 * scratch_floats(block_rows, p.head_dim_qk, p.head_dim_v, data.policy.step_tokens), 64));
+  w.scratch = builder.add(data.device.num_threads, static_cast<std::int64_t>(w.scratch_bytes));
+  w.total_bytes = builder.total();
+}
+
+std::string kernel_id(const Problem& p, const Target& target, std::int64_t row_tile) {
+  std::string format(to_string(p.k_format));
+  if (p.v_format != p.k_format) format += "_" + std::string(to_string(p.v_format));
+  const bool listed = std::any_of(std::begin(kHeadDims), std::end(kHeadDims),
+                                  [&p](const Dims& d) { return d.qk == p.head_dim_qk && d.v == p.head_dim_v; });
+  const std::string dims = listed ? "d" + std::to_string(p.head_dim_qk) + "x" + std::to_string(p.head_dim_v) : "dany";
+  return "attend_" + std::string(target.name) + "_" + format + "_" + dims + "_r" + std::to_string(row_tile);
+}
+
+}  // namespace
+
+void plan(core::PlanData& data, const PlanOptions& options) {
+  const Target* target = find_target(data.device.target);
+  if (target == nullptr) {
+    throw Error(ErrorCode::Unavailable, "device.target: got '" + data.device.target + "', which this build does not have");
+  }
+  const Problem& p = data.problem;
+  require_served(p);
+  require(!options.earlier_kv_ready, "earlier_kv_ready", "leave it false: the cpu backend has no launch order to relax");
+  decide_policy(data, *target, options.policy);
+  data.row_blocks = std::max<std::int64_t>(1, shared::ceil_div(data.rows_per_stream, data.policy.rows_per_worker));
+  data.max_chunks = std::max<std::int64_t>(1, shared::ceil_div(p.max_kv_len, data.policy.chunk_tokens));
+  if (p.window > 0) {
+    // The rows together see at most window + q_len - 1 keys, which touch one chunk more than they fill.
+    const std::int64_t seen = p.window + p.q_len - 1;
+    data.max_chunks = std::min(data.max_chunks, shared::ceil_div(seen, data.policy.chunk_tokens) + 1);
+  }
+  // A tile never has more rows than there are.
+  const std::int64_t block_rows = shared::ceil_div(std::max<std::int64_t>(1, data.rows_per_stream), data.row_blocks);
+  const std::int64_t tiles = shared::ceil_div(block_rows, data.policy.row_tile);
+  data.kernel_id = kernel_id(p, *target, shared::ceil_div(block_rows, tiles));
+  for (const char* name : {"avx512_bf16", "avx512", "avx2", "portable"}) {
+    if (name != data.device.target) {
+      data.rejected.push_back("attend_" + std::string(name) + "_*: the device given is target " + data.device.target);
+    }
+  }
+  lay_out_workspace(data);
+}
+
+}  // namespace kvonce::cpu

@@ -1,0 +1,227 @@
+// Runs a plan: cuts the call into work items, hands them to the workers, merges each KV stream when its last chunk ends.
+//
+//   item = (sequence, KV head, row block, token chunk), numbered in that order; workers draw the next number.
+//   The worker that finishes the last chunk of a (sequence, KV head, row block) merges it, always in chunk order.
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "core/plan_data.hpp"
+#include "cpu/backend.hpp"
+#include "cpu/pool.hpp"
+#include "cpu/task.hpp"
+#include "shared/partial.h"
+
+namespace kvonce::cpu {
+namespace {
+
+/// Below this many K and V bytes per worker, waking another thread costs more than it saves.
+constexpr std::int64_t kMinWorkerBytes = 96 * 1024;
+
+std::int64_t element_bytes(KvFormat format) { return format_bytes(format, 1); }
+std::int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+const char* at(const void* base, std::int64_t elements, std::int64_t bytes) {
+  return static_cast<const char*>(base) + elements * bytes;
+}
+
+class Call {
+ public:
+  Call(const core::PlanData& data, const Inputs& in, const Outputs& out, void* workspace)
+      : data_(data), p_(data.problem), in_(in), out_(out), target_(*find_target(data.device.target)) {
+    const auto address = reinterpret_cast<std::uintptr_t>(workspace);
+    char* base = static_cast<char*>(workspace) + ((address + 63) / 64 * 64 - address);
+    const core::WorkspaceLayout& w = data.workspace;
+    item_starts_ = reinterpret_cast<std::int64_t*>(base + w.item_starts);
+    counters_ = reinterpret_cast<std::int32_t*>(base + w.counters);
+    partial_lse_ = reinterpret_cast<float*>(base + w.partial_lse);
+    partial_o_ = reinterpret_cast<float*>(base + w.partial_o);
+    scratch_ = base + w.scratch;
+    number_items();
+  }
+
+  [[nodiscard]] int num_workers(int limit) const {
+    const std::int64_t by_bytes = kv_bytes_ / kMinWorkerBytes + 1;
+    return static_cast<int>(std::min({static_cast<std::int64_t>(limit), num_items(), by_bytes}));
+  }
+
+  /// Draws items until none is left.
+  void work(int slot) {
+    for (;;) {
+      const std::int64_t item = next_item_.fetch_add(1, std::memory_order_relaxed);
+      if (item >= num_items()) return;
+      run_item(item, slot);
+    }
+  }
+
+ private:
+  struct Item {
+    std::int64_t seq;
+    std::int64_t kv_head;
+    std::int64_t row_block;
+    std::int64_t chunk;
+    std::int64_t num_chunks;
+  };
+
+  [[nodiscard]] std::int64_t num_items() const { return item_starts_[p_.num_seqs]; }
+  [[nodiscard]] std::int64_t kv_len(std::int64_t seq) const { return in_.kv_lens != nullptr ? in_.kv_lens[seq] : p_.max_kv_len; }
+  [[nodiscard]] std::int64_t kv_start(std::int64_t seq) const { return in_.kv_starts != nullptr ? in_.kv_starts[seq] : 0; }
+
+  /// Keys that query tokens [first, last] of a sequence see between them.
+  [[nodiscard]] shared::TokenRange seen(std::int64_t seq, std::int64_t first, std::int64_t last) const {
+    const shared::TokenRange oldest =
+        shared::visible_range(first, p_.q_len, kv_len(seq), kv_start(seq), p_.causal, p_.window);
+    const shared::TokenRange newest =
+        shared::visible_range(last, p_.q_len, kv_len(seq), kv_start(seq), p_.causal, p_.window);
+    return {std::min(oldest.begin, newest.begin), std::max(oldest.end, newest.end)};
+  }
+
+  /// Chunks lie on a fixed grid over the token positions, so a row's split depends on chunk_tokens alone.
+  [[nodiscard]] shared::TokenRange chunks_of(std::int64_t seq) const {
+    const shared::TokenRange keys = seen(seq, 0, p_.q_len - 1);
+    const std::int64_t first = keys.begin / data_.policy.chunk_tokens;
+    const std::int64_t end = shared::ceil_div(keys.end, data_.policy.chunk_tokens);
+    return {first, std::max(end, first + 1)};  // a sequence without keys has one empty chunk
+  }
+
+  void number_items() {
+    const std::int64_t streams = p_.num_kv_heads * data_.row_blocks;
+    const std::int64_t token_bytes =
+        format_bytes(p_.k_format, p_.head_dim_qk) + format_bytes(p_.v_format, p_.head_dim_v);
+    std::int64_t items = 0;
+    for (std::int64_t seq = 0; seq < p_.num_seqs; ++seq) {
+      const shared::TokenRange chunks = chunks_of(seq);
+      item_starts_[seq] = items;
+      items += streams * (chunks.end - chunks.begin);
+      kv_bytes_ += kv_len(seq) * p_.num_kv_heads * token_bytes;
+      std::fill_n(counters_ + seq * streams, streams, static_cast<std::int32_t>(chunks.end - chunks.begin));
+    }
+    item_starts_[p_.num_seqs] = items;
+  }
+
+  [[nodiscard]] Item item_at(std::int64_t number) const {
+    const std::int64_t* next = std::upper_bound(item_starts_, item_starts_ + p_.num_seqs + 1, number);
+    const std::int64_t seq = next - item_starts_ - 1;
+    const std::int64_t num_chunks = (item_starts_[seq + 1] - item_starts_[seq]) / (p_.num_kv_heads * data_.row_blocks);
+    const std::int64_t within = number - item_starts_[seq];
+    const std::int64_t stream = within / num_chunks;
+    return {seq, stream / data_.row_blocks, stream % data_.row_blocks, within % num_chunks, num_chunks};
+  }
+
+  void run_item(std::int64_t number, int slot) {
+    const Item item = item_at(number);
+    target_.attend_chunk(chunk_task(item, slot));
+    const std::int64_t counter = (item.seq * p_.num_kv_heads + item.kv_head) * data_.row_blocks + item.row_block;
+    // Releases this chunk's partials; the last one acquires all of them.
+    if (std::atomic_ref<std::int32_t>(counters_[counter]).fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      target_.merge_rows(merge_task(item));
+    }
+  }
+
+  [[nodiscard]] std::int64_t row_begin(const Item& item) const {
+    return data_.rows_per_stream * item.row_block / data_.row_blocks;
+  }
+  [[nodiscard]] std::int64_t row_end(const Item& item) const {
+    return data_.rows_per_stream * (item.row_block + 1) / data_.row_blocks;
+  }
+  [[nodiscard]] std::int64_t first_partial(const Item& item) const {
+    return (item.seq * p_.num_kv_heads + item.kv_head) * data_.rows_per_stream * data_.max_chunks;
+  }
+
+  [[nodiscard]] ChunkTask chunk_task(const Item& item, int slot) const {
+    const std::int64_t group = p_.group_size();
+    const std::int64_t q_head = item.kv_head * group;
+    ChunkTask t{};
+    t.q = at(in_.q.data, item.seq * in_.q.seq_stride + q_head * in_.q.head_stride, element_bytes(p_.q_dtype));
+    t.q_token_stride = in_.q.token_stride;
+    t.q_head_stride = in_.q.head_stride;
+    t.q_dtype = p_.q_dtype;
+    t.q_len = p_.q_len;
+    t.group_size = group;
+    t.row_begin = row_begin(item);
+    t.num_rows = row_end(item) - t.row_begin;
+    t.scale_log2e = *p_.scale * shared::kLog2e;
+    t.k = at(in_.k.data, item.seq * in_.k.seq_stride + item.kv_head * in_.k.head_stride, element_bytes(p_.k_format));
+    t.v = at(in_.v.data, item.seq * in_.v.seq_stride + item.kv_head * in_.v.head_stride, element_bytes(p_.v_format));
+    t.k_token_stride = in_.k.token_stride;
+    t.v_token_stride = in_.v.token_stride;
+    t.k_format = p_.k_format;
+    t.v_format = p_.v_format;
+    t.head_dim_qk = p_.head_dim_qk;
+    t.head_dim_v = p_.head_dim_v;
+    t.kv_len = kv_len(item.seq);
+    t.kv_start = kv_start(item.seq);
+    t.window = p_.window;
+    t.causal = p_.causal;
+    const shared::TokenRange keys =
+        seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
+    const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
+    t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
+    t.row_tile = data_.policy.row_tile;
+    t.step_tokens = data_.policy.step_tokens;
+    t.prefetch_tokens = data_.policy.prefetch_tokens;
+    t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot) * data_.workspace.scratch_bytes);
+    const std::int64_t padded = round_up(p_.head_dim_v, kPadFloats);
+    t.partial_o = partial_o_ + (first_partial(item) + item.chunk) * padded;
+    t.partial_row_stride = data_.max_chunks * padded;
+    t.partial_lse = partial_lse_ + first_partial(item) + item.chunk;
+    t.lse_row_stride = data_.max_chunks;
+    return t;
+  }
+
+  [[nodiscard]] MergeTask merge_task(const Item& item) const {
+    const std::int64_t q_head = item.kv_head * p_.group_size();
+    MergeTask t{};
+    t.partial_o = partial_o_ + first_partial(item) * round_up(p_.head_dim_v, kPadFloats);
+    t.partial_lse = partial_lse_ + first_partial(item);
+    t.num_chunks = item.num_chunks;
+    t.max_chunks = data_.max_chunks;
+    t.row_begin = row_begin(item);
+    t.num_rows = row_end(item) - t.row_begin;
+    t.group_size = p_.group_size();
+    t.head_dim_v = p_.head_dim_v;
+    t.sinks = in_.sinks != nullptr ? in_.sinks + q_head : nullptr;
+    t.out = static_cast<char*>(out_.out) +
+            (item.seq * out_.out_seq_stride + q_head * out_.out_head_stride) * element_bytes(p_.out_dtype);
+    t.out_token_stride = out_.out_token_stride;
+    t.out_head_stride = out_.out_head_stride;
+    t.out_dtype = p_.out_dtype;
+    t.lse = out_.lse != nullptr ? out_.lse + item.seq * out_.lse_seq_stride + q_head * out_.lse_head_stride : nullptr;
+    t.lse_token_stride = out_.lse_token_stride;
+    t.lse_head_stride = out_.lse_head_stride;
+    return t;
+  }
+
+  const core::PlanData& data_;
+  const Problem& p_;
+  const Inputs& in_;
+  const Outputs& out_;
+  const Target& target_;
+  std::int64_t* item_starts_;
+  std::int32_t* counters_;
+  float* partial_lse_;
+  float* partial_o_;
+  char* scratch_;
+  std::int64_t kv_bytes_ = 0;
+  std::atomic<std::int64_t> next_item_{0};
+};
+
+}  // namespace
+
+void run(const core::PlanData& data, const Inputs& inputs, const Outputs& outputs, void* workspace,
+         const Context& context) {
+  if (data.problem.num_seqs == 0 || data.problem.q_len == 0) return;
+  Call call(data, inputs, outputs, workspace);
+  const int workers = call.num_workers(context.num_threads > 0 ? context.num_threads : data.device.num_threads);
+  if (workers <= 1) {
+    call.work(0);
+  } else if (context.parallel_for != nullptr) {
+    context.parallel_for(
+        context.parallel_for_host, workers,
+        [](void* c, std::int64_t slot) { static_cast<Call*>(c)->work(static_cast<int>(slot)); }, &call);
+  } else {
+    Pool::shared().run(workers, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
+  }
+}
+
+}  // namespace kvonce::cpu

@@ -1,0 +1,19 @@
+// avx512: sixteen floats, AVX-512 F, BW, DQ and VL.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/simd/unroll.hpp"
+#include "kvonce/types.hpp"
+
+#define KVONCE_TARGET_NAME "avx512"
+
+namespace kvonce::cpu::avx512 {
+
+#include "cpu/simd/avx512_verbs.hpp"
+
+}  // namespace kvonce::cpu::avx512
+
+#undef KVONCE_TARGET_NAME

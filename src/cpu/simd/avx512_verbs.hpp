@@ -1,0 +1,129 @@
+// The verbs of both AVX-512 targets (F, BW, DQ, VL). Included inside the target's namespace, so that each target's
+// translation unit owns its copy; portable.hpp describes the verbs.
+
+struct Simd {
+  static constexpr const char* kName = KVONCE_TARGET_NAME;
+  static constexpr int width = 16;
+  static constexpr int kMaxRowTile = 8;
+  static constexpr int kRegisters = 32;
+  using Vec = __m512;
+
+  static Vec zero() { return _mm512_setzero_ps(); }
+  static Vec broadcast(float x) { return _mm512_set1_ps(x); }
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+  static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+
+  static Vec exp2(Vec x) {
+    const Vec clamped = max(broadcast(-160.0F), x);  // keeps NaN; 2^-160 scales to 0
+    const Vec n = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec r = sub(clamped, n);
+    Vec p = broadcast(1.5403530e-4F);
+    p = fmadd(p, r, broadcast(1.3333558e-3F));
+    p = fmadd(p, r, broadcast(9.6181291e-3F));
+    p = fmadd(p, r, broadcast(5.5504109e-2F));
+    p = fmadd(p, r, broadcast(2.4022651e-1F));
+    p = fmadd(p, r, broadcast(6.9314718e-1F));
+    p = fmadd(p, r, broadcast(1.0F));
+    return _mm512_scalef_ps(p, n);
+  }
+
+  static Vec sum_lanes(const Vec (&v)[width]) {
+    // Each level halves the vectors: first the 256-bit halves, then the 128-bit quarters, then pairs of lanes.
+    Vec half[8];
+    KVONCE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      half[i] = add(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xEE));
+    }
+    Vec quarter[4];
+    KVONCE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      quarter[i] =
+          add(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88), _mm512_shuffle_f32x4(half[i], half[i + 4], 0xDD));
+    }
+    const Vec low = add(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
+    const Vec high = add(_mm512_unpacklo_ps(quarter[2], quarter[3]), _mm512_unpackhi_ps(quarter[2], quarter[3]));
+    const Vec sums = add(unpacklo_pairs(low, high), unpackhi_pairs(low, high));
+    return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));  // 128-bit quarters stand in order 0, 2, 1, 3
+  }
+
+  static Vec unpacklo_pairs(Vec a, Vec b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+  static Vec unpackhi_pairs(Vec a, Vec b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+
+  template <int period>
+  static Vec max_across(Vec v) {
+    if constexpr (period <= 8) v = max(v, _mm512_shuffle_f32x4(v, v, _MM_SHUFFLE(1, 0, 3, 2)));
+    if constexpr (period <= 4) v = max(v, _mm512_shuffle_f32x4(v, v, _MM_SHUFFLE(2, 3, 0, 1)));
+    if constexpr (period <= 2) v = max(v, _mm512_permute_ps(v, 0x4E));
+    if constexpr (period == 1) v = max(v, _mm512_permute_ps(v, 0xB1));
+    return v;
+  }
+
+  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+  template <KvFormat format>
+  struct Elements;
+
+  template <DType dtype>
+  static void store_as(void* p, Vec v, std::int64_t count) {
+    const auto mask = static_cast<__mmask16>((1U << count) - 1U);
+    if constexpr (dtype == DType::f32) _mm512_mask_storeu_ps(p, mask, v);
+    if constexpr (dtype == DType::f16) {
+      _mm256_mask_storeu_epi16(p, mask, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    }
+    if constexpr (dtype == DType::bf16) {
+      const __m512i bits = _mm512_castps_si512(v);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+      const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+      const __m512i kept = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), rounded, quiet);
+      _mm256_mask_storeu_epi16(p, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+    }
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::f32> {
+  using Stored = float;
+  static constexpr bool kEvenOdd = false;
+  static Vec load(const Stored* p) { return _mm512_loadu_ps(p); }
+  static void load_pair(const Stored* p, Vec& a, Vec& b) {
+    a = load(p);
+    b = load(p + width);
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::f16> {
+  using Stored = std::uint16_t;
+  static constexpr bool kEvenOdd = false;
+  static Vec load(const Stored* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static void load_pair(const Stored* p, Vec& a, Vec& b) {
+    a = load(p);
+    b = load(p + width);
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::bf16> {
+  using Stored = std::uint16_t;
+  static constexpr bool kEvenOdd = true;
+  static Vec load(const Stored* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  static void load_pair(const Stored* p, Vec& a, Vec& b) {
+    const __m512i bits = _mm512_loadu_si512(p);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
+  }
+};

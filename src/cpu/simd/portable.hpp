@@ -1,0 +1,147 @@
+// portable: four floats in the compiler's vector extension, no instruction-set assumption.
+//
+// Every simd/*.hpp gives a struct with these verbs, so that attend.hpp and merge.hpp are written once:
+//   width, kMaxRowTile, kRegisters     floats per vector; most rows of a tile; vector registers
+//   zero broadcast load store          float32 vectors, any alignment
+//   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max returns its second operand when either is NaN
+//   exp2                               2^x for x <= 0; -inf gives exactly 0, NaN stays NaN; relative error < 2e-7
+//   any_greater(a, b)                  true when a > b in some lane
+//   sum_lanes(v)                       lane i of the result is the sum of the lanes of v[i]
+//   max_across<period>                 every lane gets the maximum over the lanes that are equal to it modulo period
+//   prefetch                           one cache line into the nearest cache, never faults
+//   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors
+//   store_as<dtype>(p, v, count)       the first count lanes rounded to dtype
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd/unroll.hpp"
+#include "kvonce/types.hpp"
+#include "shared/numeric.h"
+
+namespace kvonce::cpu::portable {
+
+struct Simd {
+  static constexpr const char* kName = "portable";
+  static constexpr int width = 4;
+  static constexpr int kMaxRowTile = 4;
+  static constexpr int kRegisters = 16;
+  typedef float Vec __attribute__((vector_size(16)));
+  typedef std::int32_t IntVec __attribute__((vector_size(16)));
+
+  static Vec zero() { return Vec{}; }
+  static Vec broadcast(float x) { return Vec{x, x, x, x}; }
+  static Vec load(const float* p) {
+    Vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+  static Vec add(Vec a, Vec b) { return a + b; }
+  static Vec sub(Vec a, Vec b) { return a - b; }
+  static Vec mul(Vec a, Vec b) { return a * b; }
+  static Vec max(Vec a, Vec b) { return a > b ? a : b; }
+  static Vec fmadd(Vec a, Vec b, Vec c) { return a * b + c; }
+
+  static bool any_greater(Vec a, Vec b) {
+    const IntVec greater = a > b;
+    return (greater[0] | greater[1] | greater[2] | greater[3]) != 0;
+  }
+
+  static Vec exp2(Vec x) {
+    // Rounds to the nearest integer by the classic magic number, then a polynomial on [-0.5, 0.5].
+    const Vec clamped = max(broadcast(-126.0F), x);
+    const Vec magic = broadcast(12582912.0F);  // 1.5 * 2^23
+    const Vec shifted = clamped + magic;
+    const Vec r = clamped - (shifted - magic);
+    Vec p = broadcast(1.5403530e-4F);
+    p = p * r + broadcast(1.3333558e-3F);
+    p = p * r + broadcast(9.6181291e-3F);
+    p = p * r + broadcast(5.5504109e-2F);
+    p = p * r + broadcast(2.4022651e-1F);
+    p = p * r + broadcast(6.9314718e-1F);
+    p = p * r + broadcast(1.0F);
+    IntVec exponent;
+    std::memcpy(&exponent, &shifted, sizeof exponent);
+    IntVec bits;
+    std::memcpy(&bits, &p, sizeof bits);
+    bits += exponent << 23;
+    std::memcpy(&p, &bits, sizeof p);
+    p = x < broadcast(-126.0F) ? Vec{} : p;
+    return x == x ? p : x;
+  }
+
+  static Vec sum_lanes(const Vec (&v)[width]) {
+    Vec sums;
+    for (int i = 0; i < width; ++i) sums[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+    return sums;
+  }
+
+  template <int period>
+  static Vec max_across(Vec v) {
+    if constexpr (period <= 2) v = max(v, Vec{v[2], v[3], v[0], v[1]});
+    if constexpr (period == 1) v = max(v, Vec{v[1], v[0], v[3], v[2]});
+    return v;
+  }
+
+  static void prefetch(const void* p) { __builtin_prefetch(p); }
+
+  template <KvFormat format>
+  struct Elements;
+
+  template <DType dtype>
+  static void store_as(void* p, Vec v, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      if constexpr (dtype == DType::f32) static_cast<float*>(p)[i] = v[i];
+      if constexpr (dtype == DType::f16) static_cast<std::uint16_t*>(p)[i] = shared::f32_to_f16(v[i]);
+      if constexpr (dtype == DType::bf16) static_cast<std::uint16_t*>(p)[i] = shared::f32_to_bf16(v[i]);
+    }
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::f32> {
+  using Stored = float;
+  static constexpr bool kEvenOdd = false;
+  static Vec load(const Stored* p) { return Simd::load(p); }
+  static void load_pair(const Stored* p, Vec& a, Vec& b) {
+    a = load(p);
+    b = load(p + width);
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::f16> {
+  using Stored = std::uint16_t;
+  static constexpr bool kEvenOdd = false;
+  static Vec load(const Stored* p) {
+    return Vec{shared::f16_to_f32(p[0]), shared::f16_to_f32(p[1]), shared::f16_to_f32(p[2]), shared::f16_to_f32(p[3])};
+  }
+  static void load_pair(const Stored* p, Vec& a, Vec& b) {
+    a = load(p);
+    b = load(p + width);
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::bf16> {
+  using Stored = std::uint16_t;
+  static constexpr bool kEvenOdd = true;
+  static Vec load(const Stored* p) {
+    return Vec{shared::bf16_to_f32(p[0]), shared::bf16_to_f32(p[1]), shared::bf16_to_f32(p[2]),
+               shared::bf16_to_f32(p[3])};
+  }
+  /// a holds the even values, b the odd ones: one shift and one mask for 2 * width values (little-endian).
+  static void load_pair(const Stored* p, Vec& a, Vec& b) {
+    typedef std::uint32_t Bits __attribute__((vector_size(16)));
+    Bits bits;
+    std::memcpy(&bits, p, sizeof bits);
+    const Bits even = bits << 16;
+    const Bits odd = bits & 0xffff0000U;
+    std::memcpy(&a, &even, sizeof a);
+    std::memcpy(&b, &odd, sizeof b);
+  }
+};
+
+}  // namespace kvonce::cpu::portable

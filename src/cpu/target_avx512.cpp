@@ -1,0 +1,10 @@
+#include "cpu/chunk.hpp"
+#include "cpu/merge.hpp"
+#include "cpu/simd/avx512.hpp"
+#include "cpu/targets.hpp"
+
+namespace kvonce::cpu::avx512 {
+
+const Target kTarget = {Simd::kName, Simd::width, Simd::kMaxRowTile, attend_chunk<Simd>, merge_rows<Simd>};
+
+}  // namespace kvonce::cpu::avx512

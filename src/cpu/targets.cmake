@@ -1,0 +1,24 @@
+# One translation unit per instruction set: target_<name>.cpp compiled with that set's flags, never anything shared.
+target_sources(kvonce_objects PRIVATE
+  cpu/backend.cpp
+  cpu/features.cpp
+  cpu/plan.cpp
+  cpu/pool.cpp
+  cpu/run.cpp
+  cpu/target_portable.cpp)
+
+set(KVONCE_CPU_TARGETS portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
+  list(APPEND KVONCE_CPU_TARGETS avx2 avx512 avx512_bf16)
+  set(KVONCE_FLAGS_avx2 -mavx2 -mfma -mf16c)
+  set(KVONCE_FLAGS_avx512 ${KVONCE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+  set(KVONCE_FLAGS_avx512_bf16 ${KVONCE_FLAGS_avx512} -mavx512bf16)
+  target_sources(kvonce_objects PRIVATE cpu/target_avx2.cpp cpu/target_avx512.cpp cpu/target_avx512_bf16.cpp)
+  target_compile_definitions(kvonce_objects PRIVATE KVONCE_X86=1)
+endif()
+# For the bench baselines, which are compiled per target too.
+set(KVONCE_CPU_TARGETS ${KVONCE_CPU_TARGETS} CACHE INTERNAL "")
+foreach(target ${KVONCE_CPU_TARGETS})
+  set(KVONCE_FLAGS_${target} ${KVONCE_FLAGS_${target}} CACHE INTERNAL "")
+  set_source_files_properties(cpu/target_${target}.cpp PROPERTIES COMPILE_OPTIONS "${KVONCE_FLAGS_${target}};-fno-math-errno")
+endforeach()

@@ -1,0 +1,93 @@
+// What one worker is handed: plain values, resolved by run.cpp, executed by the code compiled for one target.
+#pragma once
+
+#include <cstdint>
+
+#include "kvonce/types.hpp"
+#include "shared/token_range.h"
+
+namespace kvonce::cpu {
+
+constexpr std::int64_t kPadFloats = 32;  // scratch and partial rows are padded to whole pairs of the widest vectors
+constexpr int kMaxRowTile = 8;
+
+static constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+/// Rows [row_begin, row_begin + num_rows) of one KV stream over one token chunk.
+/// Row r is query token r / group_size of the group's query head r % group_size.
+struct ChunkTask {
+  const void* q;  // query token 0 of the group's first head; [q_len][group_size][head_dim_qk] by the strides
+  std::int64_t q_token_stride;
+  std::int64_t q_head_stride;
+  DType q_dtype;
+  std::int64_t q_len;
+  std::int64_t group_size;
+  std::int64_t row_begin;
+  std::int64_t num_rows;
+  float scale_log2e;  // scores are kept in base 2
+
+  const void* k;  // token 0 of the stream, [kv_len][head_dim_qk]; strides in elements
+  const void* v;  // token 0 of the stream, [kv_len][head_dim_v]
+  std::int64_t k_token_stride;
+  std::int64_t v_token_stride;
+  KvFormat k_format;
+  KvFormat v_format;
+  std::int64_t head_dim_qk;
+  std::int64_t head_dim_v;
+  shared::TokenRange chunk;
+  std::int64_t kv_len;
+  std::int64_t kv_start;
+  std::int64_t window;
+  bool causal;
+
+  std::int64_t row_tile;
+  std::int64_t step_tokens;
+  std::int64_t prefetch_tokens;
+  float* scratch;  // scratch_floats() floats, 64-byte aligned, private to the worker
+
+  float* partial_o;                // row r at partial_o + r * partial_row_stride: [round_up(head_dim_v, kPadFloats)]
+  std::int64_t partial_row_stride;
+  float* partial_lse;              // row r at partial_lse + r * lse_row_stride
+  std::int64_t lse_row_stride;
+};
+
+/// All chunks of rows [row_begin, row_begin + num_rows) of one KV stream, joined in chunk order into the caller's out.
+struct MergeTask {
+  const float* partial_o;  // [row][chunk][padded head_dim_v]
+  float* partial_lse;      // [row][chunk]; overwritten with the chunks' weights
+  std::int64_t num_chunks;
+  std::int64_t max_chunks;  // stride of a row, in chunks
+  std::int64_t row_begin;
+  std::int64_t num_rows;
+  std::int64_t group_size;
+  std::int64_t head_dim_v;
+  const float* sinks;  // [group_size] or null
+  void* out;           // query token 0 of the group's first head
+  std::int64_t out_token_stride;
+  std::int64_t out_head_stride;
+  DType out_dtype;
+  float* lse;  // same position, or null
+  std::int64_t lse_token_stride;
+  std::int64_t lse_head_stride;
+};
+
+/// Worker scratch: packed q, o, scores, running maximum and sum of every row tile.
+static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
+                                      std::int64_t step_tokens) {
+  // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
+  return rows * (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
+                 2 * kPadFloats);
+}
+
+/// One instruction set's code.
+struct Target {
+  const char* name;
+  int vector_floats;
+  int max_row_tile;
+  void (*attend_chunk)(const ChunkTask& task);
+  void (*merge_rows)(const MergeTask& task);
+};
+
+}  // namespace kvonce::cpu

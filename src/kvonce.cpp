@@ -1,0 +1,60 @@
+// The only file that sees every backend.
+#include "kvonce/kvonce.hpp"
+
+#include "core/backend.hpp"
+#include "cpu/backend.hpp"
+
+namespace kvonce {
+namespace {
+
+std::vector<Device> missing_device(Backend backend, const char* reason) {
+  Device device;
+  device.backend = backend;
+  device.unavailable = reason;
+  return {device};
+}
+
+constexpr const char* kNoCuda = "backend cuda: not in this build of kvonce; use backend cpu";
+constexpr const char* kNoMetal = "backend metal: not in this build of kvonce; use backend cpu";
+
+void attend_nowhere(const core::PlanData&, const Inputs&, const Outputs&, void*, const Context&) {
+  throw Error(ErrorCode::Internal, "attend: the plan names a backend that is not in this build");
+}
+
+const core::BackendTable kCudaStub = {
+    Backend::cuda,
+    [] { return missing_device(Backend::cuda, kNoCuda); },
+    [](core::PlanData&, const PlanOptions&) { throw Error(ErrorCode::Unavailable, kNoCuda); },
+    attend_nowhere,
+};
+
+const core::BackendTable kMetalStub = {
+    Backend::metal,
+    [] { return missing_device(Backend::metal, kNoMetal); },
+    [](core::PlanData&, const PlanOptions&) { throw Error(ErrorCode::Unavailable, kNoMetal); },
+    attend_nowhere,
+};
+
+}  // namespace
+
+const core::BackendTable& core::backend_table(Backend backend) {
+  switch (backend) {
+    case Backend::cpu: return cpu::backend();
+    case Backend::cuda: return kCudaStub;
+    case Backend::metal: return kMetalStub;
+  }
+  throw Error(ErrorCode::InvalidArgument, "device.backend: got a value outside the enumeration, allowed: cpu, cuda, metal");
+}
+
+std::vector<Device> devices() {
+  std::vector<Device> all;
+  for (const Backend backend : {Backend::cpu, Backend::cuda, Backend::metal}) {
+    for (Device& device : core::backend_table(backend).devices()) all.push_back(std::move(device));
+  }
+  return all;
+}
+
+Device default_device() { return cpu::default_device(); }
+Device cpu_device(std::string_view target, int num_threads) { return cpu::device(target, num_threads); }
+
+}  // namespace kvonce
