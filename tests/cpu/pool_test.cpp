@@ -73,7 +73,10 @@ std::int64_t num_process_threads() {
 // A job of num_items pieces, each of which must be done exactly once, by slots that are never used twice at a time.
 struct Job {
   Job(std::int64_t items, int workers)
-      : num_items(items), done(static_cast<std::size_t>(items)), slot_calls(static_cast<std::size_t>(workers)) {}
+      : num_items(items),
+        done(static_cast<std::size_t>(items)),
+        slot_calls(static_cast<std::size_t>(workers)),
+        slot_threads(static_cast<std::size_t>(workers)) {}
 
   static void body(void* context, int slot) {
     auto& job = *static_cast<Job*>(context);
@@ -82,6 +85,7 @@ struct Job {
       return;
     }
     job.slot_calls[static_cast<std::size_t>(slot)].fetch_add(1);
+    job.slot_threads[static_cast<std::size_t>(slot)] = std::this_thread::get_id();
     for (std::int64_t i = job.next.fetch_add(1); i < job.num_items; i = job.next.fetch_add(1)) {
       job.done[static_cast<std::size_t>(i)] += 1;  // plain: run() must order it before the checks below
       for (int spin = 0; spin < job.work_per_item; ++spin) job.sink.fetch_add(1, std::memory_order_relaxed);
@@ -93,6 +97,10 @@ struct Job {
     EXPECT_EQ(slot_calls[0].load(), 1);
     for (const auto& calls : slot_calls) EXPECT_LE(calls.load(), 1);
     EXPECT_EQ(std::count(done.begin(), done.end(), 1), num_items);
+    std::vector<std::thread::id> threads(slot_threads);
+    std::erase(threads, std::thread::id());
+    std::sort(threads.begin(), threads.end());
+    EXPECT_EQ(std::adjacent_find(threads.begin(), threads.end()), threads.end()) << "a thread worked in two slots";
   }
 
   [[nodiscard]] int workers_that_came() const {
@@ -108,6 +116,7 @@ struct Job {
   std::atomic<int> bad_slots{0};
   std::vector<int> done;
   std::vector<std::atomic<int>> slot_calls;
+  std::vector<std::thread::id> slot_threads;
 };
 
 void run_job(Pool& pool, std::int64_t num_items, int num_workers) {
@@ -256,14 +265,35 @@ TEST(PoolTest, RunsWithRandomGapsNeverHangOrLoseWorkWhenOversubscribed) { run_wi
 
 TEST(PoolTest, SeveralCallersAtOnceEachGetTheirWholeJob) {
   Pool pool;
+  std::atomic<int> ready{0};
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 4; ++caller) {
-    callers.emplace_back([&pool, caller] {
-      for (int repeat = 0; repeat < 500; ++repeat) run_job(pool, 50 + caller, 2 + caller);
+    callers.emplace_back([&, caller] {
+      ready.fetch_add(1);
+      while (ready.load() < 4) std::this_thread::yield();
+      for (int repeat = 0; repeat < 1000; ++repeat) {
+        Job job(50 + caller, 2 + caller);
+        job.work_per_item = 200;
+        pool.run(2 + caller, &Job::body, &job);
+        job.expect_complete();
+      }
     });
   }
   for (auto& caller : callers) caller.join();
   EXPECT_LE(pool.num_threads(), 4);
+}
+
+TEST(PoolTest, ThreadsThatAreFallingAsleepAreWokenToo) {
+  Pool pool;
+  pool.reserve(2);
+  for (int repeat = 0; repeat < 6000; ++repeat) {
+    Rendezvous rendezvous{2};
+    pool.run(2, &Rendezvous::body, &rendezvous);
+    ASSERT_FALSE(rendezvous.timed_out.load()) << "run " << repeat;
+    const auto start = Clock::now();  // sweep the gap over the spin time of 50 us
+    while (us_since(start) < 40.0 + 0.01 * (repeat % 3000)) {
+    }
+  }
 }
 
 TEST(PoolTest, ReserveBesideRunsIsSafe) {
