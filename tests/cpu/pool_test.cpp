@@ -283,6 +283,32 @@ TEST(PoolTest, SeveralCallersAtOnceEachGetTheirWholeJob) {
   EXPECT_LE(pool.num_threads(), 4);
 }
 
+TEST(PoolTest, ACallerThatFindsThePoolBusyWorksAlone) {
+  struct Gate {
+    std::atomic<bool> entered{false};
+    std::atomic<bool> open{false};
+    static void body(void* context, int slot) {
+      auto& gate = *static_cast<Gate*>(context);
+      if (slot != 0) return;
+      gate.entered.store(true);
+      while (!gate.open.load()) std::this_thread::yield();
+    }
+  };
+  Pool pool;
+  Gate gate;
+  std::thread first([&] { pool.run(3, &Gate::body, &gate); });
+  while (!gate.entered.load()) std::this_thread::yield();
+  std::atomic<int> num_calls{0};
+  const auto slow_body = [](void* context, int) {
+    static_cast<std::atomic<int>*>(context)->fetch_add(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // ample time for another thread to come
+  };
+  pool.run(3, slow_body, &num_calls);
+  EXPECT_EQ(num_calls.load(), 1);
+  gate.open.store(true);
+  first.join();
+}
+
 TEST(PoolTest, ThreadsThatAreFallingAsleepAreWokenToo) {
   Pool pool;
   pool.reserve(2);
