@@ -175,6 +175,7 @@ def capture(options):
         }
         path = options.out / f"smollm2_layer{layer}.safetensors"
         save_file({name: t.contiguous() for name, t in chosen.items()}, path, metadata=metadata)
+        path.chmod(0o644)
         print(f"{path}: kv_len {chosen['k'].shape[2]}, {options.dtype}, {path.stat().st_size} bytes")
 
 
