@@ -102,16 +102,14 @@ struct PerHeadKernel {
     return sum;
   }
 
-  // [3] Scores to 2^(score - max_score) in place, padded with -inf to whole vectors; returns their sum.
-  static float exponentiate(float* scores, std::int64_t tokens, float max_score) {
+  // [3] Scores to 2^(score - max_score) in place, padded with -inf to whole vectors; adds them to sums.
+  static void exponentiate(float* scores, std::int64_t tokens, float max_score, Vec& sums) {
     const Vec shift = S::broadcast(max_score);
-    Vec sum = S::zero();
     for (std::int64_t t = 0; t < tokens; t += kWidth) {
       const Vec prob = S::exp2(S::sub(S::load(scores + t), shift));
       S::store(scores + t, prob);
-      sum = S::add(sum, prob);
+      sums = S::add(sums, prob);
     }
-    return first_lane(S::template sum_across<1>(sum));
   }
 
   static float first_lane(Vec v) {
@@ -189,7 +187,7 @@ struct PerHeadKernel {
     const std::int64_t k_stride = task.k_token_stride;
     const std::int64_t jump = task.step_stride * task.step_tokens;
     float max_score = -INFINITY;
-    float sum = 0.0F;
+    Vec sums = S::zero();  // per lane
     for (std::int64_t begin = task.first_step * task.step_tokens; begin < task.token_end; begin += jump) {
       const std::int64_t left = task.token_end - begin;
       const std::int64_t tokens = left < task.step_tokens ? left : task.step_tokens;
@@ -210,11 +208,16 @@ struct PerHeadKernel {
       for (std::int64_t at = kWidth; at < tokens; at += kWidth) step_max = S::max(step_max, S::load(scores + at));
       const float largest = first_lane(S::template max_across<1>(step_max));
       const float new_max = largest > max_score ? largest : max_score;
-      const float correction = sum > 0.0F ? std::exp2(max_score - new_max) : 0.0F;
-      sum = sum * correction + exponentiate(scores, tokens, new_max);
+      const float correction = new_max == max_score ? 1.0F : std::exp2(max_score - new_max);  // 0 at first
+      sums = S::mul(sums, S::broadcast(correction));
+      exponentiate(scores, tokens, new_max, sums);
       max_score = new_max;
       accumulate_step(task, scores, v_stream + begin * task.v_token_stride, tokens, correction);
     }
+    float lanes[kWidth];
+    S::store(lanes, sums);
+    float sum = 0.0F;
+    for (const float lane : lanes) sum += lane;
     store_partial(task, max_score, sum);
   }
 };

@@ -70,8 +70,9 @@ void multiply_rows(const std::uint16_t* matrix, const float* x, std::int64_t num
   KVONCE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     float lanes[S::width];
-    S::store(lanes, S::template sum_across<1>(S::add(sums[r][0], sums[r][1])));
-    y[r] = lanes[0];
+    S::store(lanes, S::add(sums[r][0], sums[r][1]));
+    y[r] = 0.0F;
+    for (const float lane : lanes) y[r] += lane;
   }
 }
 

@@ -1,0 +1,158 @@
+#include "kvonce/bench.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <memory>
+
+#include "bench/seed_cases.hpp"
+#include "kvonce/bench_arms.hpp"
+#include "kvonce/bench_run.hpp"
+#include "kvonce/device_options.hpp"
+#include "kvonce/output.hpp"
+#include "kvonce/report.hpp"
+
+namespace kvonce::tool {
+namespace {
+
+struct BenchOptions {
+  DeviceOptions device;
+  std::string dtype = "f16";
+  std::string cases_path;
+  std::vector<std::string> case_texts;
+  std::vector<std::string> arms;
+  std::int64_t rounds = 0;
+  std::optional<Format> format;
+  std::string out_path;
+  std::string svg_path;
+};
+
+[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::InvalidArgument, message); }
+
+// One case string per line; '#' starts a comment.
+std::vector<CaseSpec> parse_case_lines(std::string_view text, const std::string& source) {
+  std::vector<CaseSpec> cases;
+  int line_number = 0;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    ++line_number;
+    line = line.substr(0, line.find('#'));
+    if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
+    while (line.ends_with('\r')) line.remove_suffix(1);
+    try {
+      cases.push_back(parse_case(line));
+    } catch (const Error& error) {
+      throw Error(error.code(), fmt::format("{}:{}: {}", source, line_number, error.what()));
+    }
+  }
+  return cases;
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (!file.is_open() || file.bad()) refuse(fmt::format("--cases: '{}' cannot be read", path));
+  return text;
+}
+
+std::vector<CaseSpec> choose_cases(const BenchOptions& options) {
+  std::vector<CaseSpec> cases;
+  if (!options.cases_path.empty()) {
+    cases = parse_case_lines(read_file(options.cases_path), options.cases_path);
+    if (cases.empty()) refuse(fmt::format("--cases: '{}' holds no case", options.cases_path));
+  }
+  for (const std::string& text : options.case_texts) cases.push_back(parse_case(text));
+  if (cases.empty()) cases = parse_case_lines(bench::kSeedCases, "bench/cases/seed.txt");
+  return cases;
+}
+
+// In the order of arm_names(), each once.
+std::vector<std::string> choose_arms(const std::vector<std::string>& wanted) {
+  const std::vector<std::string>& names = arm_names();
+  for (const std::string& arm : wanted) {
+    if (std::find(names.begin(), names.end(), arm) == names.end()) {
+      refuse(fmt::format("--arms: must be some of {}, got '{}'", fmt::join(names, ","), arm));
+    }
+  }
+  std::vector<std::string> arms;
+  for (const std::string& name : names) {
+    if (wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end()) arms.push_back(name);
+  }
+  return arms;
+}
+
+// Opened before the work starts: a path that cannot be written is known at once.
+std::ofstream open_output(const std::string& option, const std::string& path) {
+  std::ofstream file(path, std::ios::binary);
+  if (!file) refuse(fmt::format("{}: '{}' cannot be written", option, path));
+  return file;
+}
+
+void write_output(std::ofstream& file, const std::string& option, const std::string& path, const std::string& text) {
+  file << text;
+  file.close();
+  if (!file) refuse(fmt::format("{}: '{}' cannot be written", option, path));
+}
+
+int run(const BenchOptions& options) {
+  BenchSettings settings;
+  settings.cases = choose_cases(options);
+  settings.arms = choose_arms(options.arms);
+  settings.rounds = options.rounds;
+  const std::optional<KvFormat> dtype = parse_format(options.dtype);
+  if (!dtype) refuse(fmt::format("--dtype: must be one of {}, got '{}'", format_names(), options.dtype));
+  settings.dtype = *dtype;
+  settings.device = choose_device(options.device);
+  settings.plan = plan_options(options.device);
+  std::ofstream out_file;
+  std::ofstream svg_file;
+  if (!options.out_path.empty()) out_file = open_output("--out", options.out_path);
+  if (!options.svg_path.empty()) svg_file = open_output("--svg", options.svg_path);
+
+  const BenchOutcome outcome = run_bench(settings);
+  const bool compact = !options.format && ::isatty(STDOUT_FILENO) == 1;
+  print(compact ? render_compact(outcome.report) : render(outcome.report, options.format.value_or(Format::md)));
+  if (out_file.is_open()) {
+    write_output(out_file, "--out", options.out_path, render(outcome.report, Format::json));
+  }
+  if (svg_file.is_open()) write_output(svg_file, "--svg", options.svg_path, render_svg(outcome.report));
+  for (const std::string& sentence : outcome.wrong) fmt::print(stderr, "kvonce bench: {}\n", sentence);
+  return outcome.wrong.empty() ? 0 : 1;
+}
+
+}  // namespace
+
+void add_bench_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<BenchOptions>();
+  CLI::App* command = app.add_subcommand("bench", "Time decode attention beside the per-head form and a pure read");
+  command->footer(
+      "Examples:\n  kvonce bench\n  kvonce bench --dtype bf16 --svg bench.svg --out bench.json\n"
+      "  kvonce bench --case \"32q/4kv d128 kv=32768 q=1 seqs=1\" --arms kvonce,read --rounds 31\n\n"
+      "Without --case and --cases: four geometries at 2K, 8K and 32K tokens. The arms are kvonce, per_head (one "
+      "worker\n"
+      "per query head), read (pure streaming, the ceiling) and qmv (dense f16 matrix-vector product over as many "
+      "bytes).");
+  command->add_option("--dtype", options->dtype, "How K and V are stored when a case has no dtype= (default f16)");
+  command->add_option("--cases", options->cases_path, "FILE with one case string per line, # starts a comment");
+  command->add_option("--case", options->case_texts, "A case string; may be given several times")
+      ->expected(1)
+      ->take_all();
+  command->add_option("--arms", options->arms, "Some of kvonce,per_head,read,qmv (default: all)")->delimiter(',');
+  constexpr std::int64_t kMostRounds = 1000000;
+  command->add_option("--rounds", options->rounds, "Timed rounds per case (default: what fits two seconds)")
+      ->check(CLI::Range(std::int64_t{1}, kMostRounds).description(""));
+  command->add_option("--out", options->out_path, "FILE for the results as JSON, schema kvonce.bench/1");
+  command->add_option("--svg", options->svg_path, "FILE for a bar chart per geometry");
+  add_format_option(*command, options->format);
+  add_device_options(*command, options->device);
+  command->callback([options, &exit_code] { exit_code = run(*options); });
+}
+
+}  // namespace kvonce::tool

@@ -1,0 +1,267 @@
+#include "kvonce/bench_run.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "core/validate.hpp"
+#include "kvonce/bench_arms.hpp"
+#include "kvonce/output.hpp"
+
+namespace kvonce::tool {
+namespace {
+
+using bench::Rates;
+using bench::Team;
+
+constexpr std::int64_t kMinRotationBytes = std::int64_t{512} * 1024 * 1024;
+constexpr std::int64_t kCachesRotated = 4;
+constexpr double kSecondsPerCase = 2.0;
+constexpr std::int64_t kMinRounds = 7;
+constexpr std::int64_t kMaxRounds = 201;
+constexpr int kReadLoopRounds = 3;
+
+double now_us() {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2.0;
+}
+
+std::int64_t rotation_bytes(const Device& device) {
+  const std::int64_t last_level = std::max({device.l1_bytes, device.l2_bytes, device.l3_bytes});
+  return std::max(kMinRotationBytes, kCachesRotated * last_level);
+}
+
+DType q_dtype_of(KvFormat format) {
+  switch (format) {
+    case KvFormat::f32:
+      return DType::f32;
+    case KvFormat::bf16:
+      return DType::bf16;
+    default:
+      return DType::f16;
+  }
+}
+
+// q as K and V are stored; out in float32, so that the error is the kernel's own and not the rounding of the result.
+Problem problem_of(const CaseSpec& spec, KvFormat dtype) {
+  Problem problem = to_problem(spec, dtype, q_dtype_of(spec.dtype.value_or(dtype)));
+  problem.out_dtype = DType::f32;
+  problem = core::validate(problem);
+  if (problem.max_kv_len < 1 || problem.num_seqs < 1 || problem.q_len < 1) {
+    throw Error(ErrorCode::InvalidArgument,
+                fmt::format("case: kv=, q= and seqs= must be at least 1 to be timed, got '{}'", to_string(spec)));
+  }
+  return problem;
+}
+
+// The sets of a case in turn, across everything that is timed.
+class Rotation {
+ public:
+  explicit Rotation(std::int64_t num_sets) : num_sets_(num_sets) {}
+  std::int64_t next() {
+    set_ = (set_ + 1) % num_sets_;
+    return set_;
+  }
+
+ private:
+  std::int64_t num_sets_;
+  std::int64_t set_ = -1;
+};
+
+// The loop with the best median for this case: which one wins depends on its size.
+const bench::ReadLoop& fastest_read_loop(const CaseData& data, const bench::TargetKernels& kernels, Team team,
+                                         Rotation& rotation) {
+  std::array<std::vector<double>, bench::kNumReadLoops> times;
+  for (int round = 0; round <= kReadLoopRounds; ++round) {
+    for (std::size_t i = 0; i < times.size(); ++i) {
+      const char* const set = data.base + rotation.next() * data.set_bytes;
+      const double begin = now_us();
+      bench::run_read(kernels.read_loops[i], set, data.kv_bytes(), team);
+      if (round > 0) times[i].push_back(now_us() - begin);  // the first round warms up
+    }
+  }
+  std::size_t best = 0;
+  for (std::size_t i = 1; i < times.size(); ++i) {
+    if (median(times[i]) < median(times[best])) best = i;
+  }
+  return kernels.read_loops[best];
+}
+
+struct Samples {
+  std::vector<std::vector<double>> us;  // per arm
+};
+
+// Round by round, each arm once per round on the next set, a different arm first each time: drift of the machine and
+// what an arm leaves behind in the caches hit all arms alike.
+Samples time_arms(const std::vector<Arm>& arms, std::int64_t rounds, Rotation& rotation) {
+  Samples samples;
+  samples.us.resize(arms.size());
+  for (const Arm& arm : arms) arm.run(rotation.next());
+  const double start = now_us();
+  const std::int64_t max_rounds = rounds > 0 ? rounds : kMaxRounds;
+  for (std::int64_t round = 0; round < max_rounds; ++round) {
+    for (std::size_t i = 0; i < arms.size(); ++i) {
+      const std::size_t arm = (i + static_cast<std::size_t>(round)) % arms.size();
+      const std::int64_t set = rotation.next();
+      const double begin = now_us();
+      arms[arm].run(set);
+      samples.us[arm].push_back(now_us() - begin);
+    }
+    if (rounds == 0 && round + 1 >= kMinRounds && now_us() - start > kSecondsPerCase * 1e6) break;
+  }
+  return samples;
+}
+
+// Microseconds of arithmetic that no kernel of this target can do without.
+double arithmetic_us(const Problem& problem, const Rates& rates) {
+  const auto pairs = static_cast<double>(problem.num_seqs * problem.num_q_heads * problem.q_len) *
+                     static_cast<double>(problem.max_kv_len);
+  const double madds = pairs * static_cast<double>(problem.head_dim_qk + problem.dim_v());
+  const bool dot = problem.k_format == KvFormat::bf16 && rates.madd_bf16_per_s > 0.0;
+  return (madds / (dot ? rates.madd_bf16_per_s : rates.madd_per_s) + pairs / rates.exp_per_s) * 1e6;
+}
+
+BenchRow row_of(const CaseSpec& spec, const CaseData& data, const Arm& arm, const std::vector<double>& us) {
+  const Problem& problem = data.problem;
+  CaseSpec plain = spec;
+  plain.dtype.reset();  // its own columns
+  BenchRow row;
+  row.case_text = to_string(plain);
+  row.num_q_heads = problem.num_q_heads;
+  row.num_kv_heads = problem.num_kv_heads;
+  row.head_dim_qk = problem.head_dim_qk;
+  row.head_dim_v = problem.dim_v();
+  row.kv_len = problem.max_kv_len;
+  row.q_len = problem.q_len;
+  row.num_seqs = problem.num_seqs;
+  row.kv_dtype = to_string(problem.k_format);
+  row.q_dtype = to_string(problem.q_dtype);
+  row.arm = arm.name;
+  row.kernel = arm.kernel;
+  row.read_factor = arm.read_factor;
+  row.us_median = median(us);
+  row.us_min = *std::min_element(us.begin(), us.end());
+  row.kv_bytes = data.kv_bytes();
+  row.gbps = static_cast<double>(row.kv_bytes) / row.us_median * 1e-3;
+  return row;
+}
+
+class Bench {
+ public:
+  explicit Bench(const BenchSettings& settings)
+      : settings_(settings),
+        team_{settings.device.num_threads},
+        kernels_(bench::target_kernels(settings.device.target)) {}
+
+  BenchOutcome run() {
+    std::vector<CaseData> cases;
+    std::int64_t buffer_bytes = 0;
+    for (const CaseSpec& spec : settings_.cases) {
+      cases.push_back(lay_out_case(problem_of(spec, settings_.dtype), rotation_bytes(settings_.device)));
+      buffer_bytes = std::max(buffer_bytes, cases.back().num_sets * cases.back().set_bytes);
+      // Refuses what cannot run before anything is timed.
+      if (uses("kvonce")) (void)make_plan(cases.back().problem, settings_.device, settings_.plan);
+    }
+    cpu::Pool::shared().reserve(team_.num_threads);
+    rates_ = bench::measure_rates(kernels_, team_);
+    describe_device();
+    Progress progress("bench: case");
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      progress.update(static_cast<std::int64_t>(i) + 1, static_cast<std::int64_t>(cases.size()));
+      buffer_.prepare(buffer_bytes, cases[i].problem.k_format, team_);
+      run_case(settings_.cases[i], cases[i]);
+    }
+    return std::move(outcome_);
+  }
+
+ private:
+  [[nodiscard]] bool uses(std::string_view arm) const {
+    return std::find(settings_.arms.begin(), settings_.arms.end(), arm) != settings_.arms.end();
+  }
+
+  void describe_device() {
+    const Device& device = settings_.device;
+    BenchDevice& described = outcome_.report.device;
+    outcome_.report.kvonce_version = version();
+    described.name = device.name;
+    described.cpu_target = device.target;
+    described.threads = device.num_threads;
+    described.l1_bytes = device.l1_bytes;
+    described.l2_bytes = device.l2_bytes;
+    described.l3_bytes = device.l3_bytes;
+    described.clock_ghz = rates_.clock_ghz;
+    described.madd_per_s = rates_.madd_per_s;
+    described.madd_per_s_thread = rates_.madd_per_s_thread;
+    described.madd_instr_per_cycle = rates_.madd_instr_per_cycle;
+    if (rates_.madd_bf16_per_s > 0.0) {
+      described.madd_bf16_per_s = rates_.madd_bf16_per_s;
+      described.madd_bf16_per_s_thread = rates_.madd_bf16_per_s_thread;
+      described.madd_bf16_instr_per_cycle = rates_.madd_bf16_instr_per_cycle;
+    }
+    described.exp_per_s = rates_.exp_per_s;
+    described.exp_per_s_thread = rates_.exp_per_s_thread;
+    described.buffer_bytes = rotation_bytes(device);
+  }
+
+  void run_case(const CaseSpec& spec, CaseData& data) {
+    place_case(data, buffer_);
+    Rotation rotation(data.num_sets);
+    const bench::ReadLoop* read_loop = kernels_.read_loops.data();
+    if (uses("read")) read_loop = &fastest_read_loop(data, kernels_, team_, rotation);
+    std::vector<Arm> arms;
+    for (const std::string& name : settings_.arms) {
+      arms.push_back(make_arm(name, data, settings_.device, settings_.plan, kernels_, *read_loop));
+    }
+    std::vector<std::optional<double>> errors;
+    for (const Arm& arm : arms) {
+      arm.run(0);
+      errors.push_back(arm.error());
+      if (errors.back() && !(*errors.back() <= arm.max_error)) {
+        outcome_.wrong.push_back(
+            fmt::format("case '{}' arm {}: relative RMS error {:.2e} against the oracle, allowed {:.0e}",
+                        to_string(spec), arm.name, *errors.back(), arm.max_error));
+      }
+    }
+    const Samples samples = time_arms(arms, settings_.rounds, rotation);
+    const std::size_t first = outcome_.report.rows.size();
+    std::optional<double> read_us;
+    for (std::size_t i = 0; i < arms.size(); ++i) {
+      BenchRow row = row_of(spec, data, arms[i], samples.us[i]);
+      row.rel_rms_error = errors[i];
+      if (row.arm == "read") {
+        read_us = row.us_median;
+        if (row.gbps > outcome_.report.device.read_gbps) {
+          outcome_.report.device.read_gbps = row.gbps;
+          outcome_.report.device.read_loop = read_loop->name;
+        }
+      }
+      outcome_.report.rows.push_back(std::move(row));
+    }
+    if (!read_us) return;
+    for (std::size_t i = first; i < outcome_.report.rows.size(); ++i) {
+      BenchRow& row = outcome_.report.rows[i];
+      row.ratio_to_read = *read_us / row.us_median;
+      row.roof_us = std::max(*read_us, arithmetic_us(data.problem, rates_));
+      row.ratio_to_roof = *row.roof_us / row.us_median;
+    }
+  }
+
+  const BenchSettings& settings_;
+  Team team_;
+  const bench::TargetKernels& kernels_;
+  BenchBuffer buffer_;
+  Rates rates_;
+  BenchOutcome outcome_;
+};
+
+}  // namespace
+
+BenchOutcome run_bench(const BenchSettings& settings) { return Bench(settings).run(); }
+
+}  // namespace kvonce::tool

@@ -1,0 +1,154 @@
+#include "kvonce/report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace kvonce::tool {
+namespace {
+
+template <class T>
+nlohmann::ordered_json or_null(const std::optional<T>& value) {
+  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
+}
+
+nlohmann::ordered_json device_json(const BenchDevice& device) {
+  nlohmann::ordered_json json = {
+      {"name", device.name},
+      {"cpu_target", device.cpu_target},
+      {"threads", device.threads},
+      {"l1_bytes", device.l1_bytes},
+      {"l2_bytes", device.l2_bytes},
+      {"l3_bytes", device.l3_bytes},
+      {"clock_ghz", device.clock_ghz},
+      {"read_gbps", device.read_gbps},
+      {"read_loop", device.read_loop},
+      {"madd_per_s", device.madd_per_s},
+      {"madd_per_s_thread", device.madd_per_s_thread},
+      {"madd_instr_per_cycle", device.madd_instr_per_cycle},
+      {"exp_per_s", device.exp_per_s},
+      {"exp_per_s_thread", device.exp_per_s_thread},
+      {"buffer_bytes", device.buffer_bytes},
+  };
+  json["madd_bf16_per_s"] = or_null(device.madd_bf16_per_s);
+  json["madd_bf16_per_s_thread"] = or_null(device.madd_bf16_per_s_thread);
+  json["madd_bf16_instr_per_cycle"] = or_null(device.madd_bf16_instr_per_cycle);
+  return json;
+}
+
+nlohmann::ordered_json row_json(const BenchRow& row) {
+  return {
+      {"case", row.case_text},
+      {"num_q_heads", row.num_q_heads},
+      {"num_kv_heads", row.num_kv_heads},
+      {"head_dim_qk", row.head_dim_qk},
+      {"head_dim_v", row.head_dim_v},
+      {"kv_len", row.kv_len},
+      {"q_len", row.q_len},
+      {"num_seqs", row.num_seqs},
+      {"kv_dtype", row.kv_dtype},
+      {"backend", row.backend},
+      {"q_dtype", row.q_dtype},
+      {"mode", "isolated"},
+      {"arm", row.arm},
+      {"kernel", row.kernel},
+      {"read_factor", row.read_factor},
+      {"us_median", row.us_median},
+      {"us_min", row.us_min},
+      {"kv_bytes", row.kv_bytes},
+      {"gbps", row.gbps},
+      {"ratio_to_read", or_null(row.ratio_to_read)},
+      {"roof_us", or_null(row.roof_us)},
+      {"ratio_to_roof", or_null(row.ratio_to_roof)},
+      {"rel_rms_error", or_null(row.rel_rms_error)},
+  };
+}
+
+std::string optional_text(const std::optional<double>& value, const char* format) {
+  return value ? fmt::format(fmt::runtime(format), *value) : std::string("-");
+}
+
+Table short_table(const BenchReport& report) {
+  Table table;
+  table.columns = {"case", "arm", "kernel", "read factor", "us", "GB/s", "ratio_to_read", "ratio_to_roof", "error"};
+  for (const BenchRow& row : report.rows) {
+    table.rows.push_back({row.case_text + " " + row.kv_dtype, row.arm, row.kernel, row.read_factor,
+                          fmt::format("{:.0f}", row.us_median), fmt::format("{:.1f}", row.gbps),
+                          optional_text(row.ratio_to_read, "{:.2f}"), optional_text(row.ratio_to_roof, "{:.2f}"),
+                          optional_text(row.rel_rms_error, "{:.1e}")});
+  }
+  return table;
+}
+
+// Every JSON key of a row is a column.
+Table full_table(const BenchReport& report) {
+  Table table;
+  for (const BenchRow& row : report.rows) {
+    const nlohmann::ordered_json json = row_json(row);
+    std::vector<nlohmann::json>& cells = table.rows.emplace_back();
+    if (table.rows.size() == 1) {
+      for (const auto& item : json.items()) table.columns.push_back(item.key());
+    }
+    for (const auto& item : json.items()) cells.push_back(nlohmann::json(item.value()));
+  }
+  return table;
+}
+
+}  // namespace
+
+nlohmann::ordered_json to_json(const BenchReport& report) {
+  nlohmann::ordered_json json = {{"schema", "kvonce.bench/1"},
+                                 {"kvonce_version", report.kvonce_version},
+                                 {"device", device_json(report.device)},
+                                 {"rows", nlohmann::ordered_json::array()}};
+  for (const BenchRow& row : report.rows) json["rows"].push_back(row_json(row));
+  return json;
+}
+
+std::string render(const BenchReport& report, Format format) {
+  switch (format) {
+    case Format::md:
+      return render(short_table(report), Format::md);
+    case Format::csv:
+      return render(full_table(report), Format::csv);
+    case Format::json:
+      break;
+  }
+  return to_json(report).dump(2) + '\n';
+}
+
+std::string render_compact(const BenchReport& report) {
+  const BenchDevice& device = report.device;
+  std::string text = fmt::format("{} | {} | {} thread{} | {:.2f} GHz | {:.0f} Gmadd/s | {:.1f} Gexp/s\n", device.name,
+                                 device.cpu_target, device.threads, device.threads == 1 ? "" : "s", device.clock_ghz,
+                                 device.madd_per_s * 1e-9, device.exp_per_s * 1e-9);
+  std::vector<std::string> arms;
+  std::size_t width = 4;
+  for (const BenchRow& row : report.rows) {
+    if (std::find(arms.begin(), arms.end(), row.arm) == arms.end()) arms.push_back(row.arm);
+    width = std::max(width, row.case_text.size() + row.kv_dtype.size() + 1);
+  }
+  text += fmt::format("{:<{}}", "GB/s", width);
+  for (const std::string& arm : arms) text += fmt::format(" {:>8}", arm);
+  text += "   of roof  speed-up      error\n";
+  for (std::size_t begin = 0; begin < report.rows.size();) {
+    const BenchRow& first = report.rows[begin];
+    const BenchRow* kvonce = nullptr;
+    const BenchRow* per_head = nullptr;
+    text += fmt::format("{:<{}}", first.case_text + " " + first.kv_dtype, width);
+    for (const std::string& arm : arms) {
+      const BenchRow& row = report.rows[begin];
+      text += fmt::format(" {:>8.1f}", row.gbps);
+      if (arm == "kvonce") kvonce = &row;
+      if (arm == "per_head") per_head = &row;
+      ++begin;
+    }
+    const bool both = kvonce != nullptr && per_head != nullptr;
+    text += fmt::format(" {:>9} {:>9} {:>10}\n", kvonce ? optional_text(kvonce->ratio_to_roof, "{:.2f}") : "-",
+                        both ? fmt::format("{:.2f}x", per_head->us_median / kvonce->us_median) : "-",
+                        kvonce ? optional_text(kvonce->rel_rms_error, "{:.1e}") : "-");
+  }
+  return text;
+}
+
+}  // namespace kvonce::tool
