@@ -1,0 +1,113 @@
+// The read factor that a plan states is what the kernels do: every valid byte of K and V is fetched exactly that often,
+// and no byte outside the valid tokens is ever loaded.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kvonce/kvonce.hpp"
+#include "load_counter.hpp"
+
+namespace kvonce {
+namespace {
+
+struct Shape {
+  std::int64_t group;
+  std::int64_t q_len;
+  std::int64_t head_dim;
+  std::int64_t expected_read_factor;
+};
+
+constexpr Shape kShapes[] = {
+    {1, 1, 128, 1}, {2, 1, 64, 1},  {3, 1, 80, 1},   {4, 1, 128, 1},  {5, 1, 128, 1}, {7, 3, 64, 1},
+    {8, 1, 128, 1}, {8, 4, 128, 1}, {12, 1, 72, 1},  {16, 2, 128, 1}, {32, 1, 64, 1}, {64, 1, 64, 1},
+    {71, 1, 64, 2}, {16, 8, 64, 2}, {128, 1, 40, 2}, {24, 16, 64, 6},
+};
+
+constexpr std::int64_t kCapacity = 400;
+constexpr std::int64_t kValid = 333;
+
+void expect_read_factor(const Device& device, KvFormat format, const Shape& shape) {
+  Problem problem;
+  problem.num_kv_heads = 2;
+  problem.num_q_heads = 2 * shape.group;
+  problem.q_len = shape.q_len;
+  problem.head_dim_qk = shape.head_dim;
+  problem.max_kv_len = kCapacity;
+  problem.k_format = format;
+  problem.v_format = format;
+  // Causal rows of several blocks do not all see the newest tokens; with one block some row does.
+  problem.causal = shape.expected_read_factor == 1;
+  PlanOptions options;
+  options.chunk_tokens = 128;
+  const Plan plan = make_plan(problem, device, options);
+  SCOPED_TRACE(std::string(plan.kernel_id()) + " group " + std::to_string(shape.group) + " q_len " +
+               std::to_string(shape.q_len));
+  ASSERT_NE(plan.kernel_id().find("attend_" + device.target + "_"), std::string_view::npos);
+  EXPECT_EQ(plan.read_factor(), shape.expected_read_factor);
+
+  const std::int64_t row_bytes = format_bytes(format, shape.head_dim);
+  const std::int64_t head_bytes = kCapacity * row_bytes;
+  std::vector<std::uint8_t> k(static_cast<std::size_t>(2 * head_bytes), 0);
+  std::vector<std::uint8_t> v(k.size(), 0);
+  std::vector<float> q(static_cast<std::size_t>(problem.num_q_heads * shape.q_len * shape.head_dim), 0.0F);
+  std::vector<float> out(q.size(), std::numeric_limits<float>::quiet_NaN());
+  std::vector<std::uint8_t> workspace(plan.workspace_bytes());
+
+  Inputs inputs;
+  const std::int64_t q_head = shape.q_len * shape.head_dim;
+  const std::int64_t kv_head = kCapacity * shape.head_dim;
+  inputs.q = {q.data(), problem.num_q_heads * q_head, q_head, shape.head_dim};
+  inputs.k = {k.data(), 2 * kv_head, kv_head, shape.head_dim};
+  inputs.v = {v.data(), 2 * kv_head, kv_head, shape.head_dim};
+  const std::int32_t kv_lens[] = {static_cast<std::int32_t>(kValid)};
+  inputs.kv_lens = kv_lens;
+  Outputs outputs;
+  outputs.out = out.data();
+  outputs.out_seq_stride = problem.num_q_heads * q_head;
+  outputs.out_head_stride = q_head;
+  outputs.out_token_stride = shape.head_dim;
+  Context context;
+  context.num_threads = 1;
+
+  const auto step = static_cast<std::size_t>(plan.policy().step_tokens);
+  for (std::int64_t head = 0; head < 2; ++head) {
+    const auto bytes = static_cast<std::size_t>(head_bytes);
+    const test::LoadCounter of_k(k.data() + head * head_bytes, bytes, static_cast<std::size_t>(row_bytes), step);
+    const test::LoadCounter of_v(v.data() + head * head_bytes, bytes, static_cast<std::size_t>(row_bytes), step);
+    attend(plan, inputs, outputs, workspace.data(), workspace.size(), context);
+    const auto valid_pieces = static_cast<std::size_t>(kValid * row_bytes) / test::LoadCounter::kPieceBytes;
+    for (const auto* counter : {&of_k, &of_v}) {
+      for (std::size_t piece = 0; piece < counter->fetches().size(); ++piece) {
+        const std::int64_t expected = piece < valid_pieces ? plan.read_factor() : 0;
+        ASSERT_EQ(counter->fetches()[piece], expected)
+            << (counter == &of_k ? "K" : "V") << " head " << head << " byte " << piece * 2 << " of token "
+            << piece * 2 / static_cast<std::size_t>(row_bytes);
+      }
+    }
+  }
+  for (const float value : out) ASSERT_EQ(value, 0.0F);
+}
+
+class ReadFactorTest : public testing::TestWithParam<std::string> {};
+
+TEST_P(ReadFactorTest, EveryValidByteIsFetchedAsOftenAsThePlanSays) {
+  Device device;
+  for (const Device& candidate : devices()) {
+    if (candidate.backend == Backend::cpu && candidate.target == GetParam()) device = candidate;
+  }
+  ASSERT_EQ(device.target, GetParam());
+  if (!device.unavailable.empty()) GTEST_SKIP() << "not run here: " << device.unavailable;
+  for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
+    for (const Shape& shape : kShapes) expect_read_factor(device, format, shape);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, ReadFactorTest, testing::Values("portable", "avx2", "avx512", "avx512_bf16"),
+                         [](const testing::TestParamInfo<std::string>& name) { return name.param; });
+
+}  // namespace
+}  // namespace kvonce
