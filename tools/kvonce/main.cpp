@@ -44,6 +44,19 @@ int report(const CLI::App& app, std::string message, int exit_code) {
   return exit_code;
 }
 
+// CLI11 answers a missing and a misspelt subcommand alike; this says which names there are.
+void require_known_subcommand(const CLI::App& app, int argc, const char* const* argv) {
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (argc > 1 && command->get_name() == argv[1]) return;
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  }
+  if (argc > 1 && argv[1][0] == '-') return;
+  const std::string given = argc > 1 ? fmt::format("'{}'", argv[1]) : "nothing";
+  throw kvonce::Error(kvonce::ErrorCode::InvalidArgument,
+                      fmt::format("subcommand: must be one of {}, got {}", names, given));
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Decode attention that streams each byte of the KV cache once", "kvonce");
   app.footer(
@@ -63,6 +76,7 @@ int run(int argc, char** argv) {
   kvonce::tool::add_explain_command(app, exit_code);
   kvonce::tool::add_devices_command(app, exit_code);
   try {
+    require_known_subcommand(app, argc, argv);
     app.parse(argc, argv);
   } catch (const CLI::Success& done) {  // --help, --version
     return app.exit(done);
