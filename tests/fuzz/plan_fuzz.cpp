@@ -1,0 +1,239 @@
+// plan_fuzz [COUNT [SEED]]: random problems, devices and options through make_plan, valid and invalid, up to the limits
+// of 64 bits. Each gives a plan whose every field makes sense, or an Error with a known code and a message. Built with
+// UBSan in the asan preset, an overflow on the way is a failure too. Exit code 0, or 1 with the first failing problem.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "conformance/generator.hpp"
+#include "core/plan_data.hpp"
+#include "kvonce/kvonce.hpp"
+
+namespace {
+
+using namespace kvonce;
+using conformance::Random;
+
+const std::vector<std::int64_t> kOdd = {std::numeric_limits<std::int64_t>::min(),
+                                        -(1LL << 32),
+                                        -2147483648LL,
+                                        -64,
+                                        -1,
+                                        0,
+                                        1,
+                                        3,
+                                        63,
+                                        65,
+                                        1023,
+                                        1025,
+                                        65535,
+                                        (1LL << 20) - 1,
+                                        1LL << 20,
+                                        (1LL << 20) + 1,
+                                        (1LL << 22),
+                                        (1LL << 24),
+                                        2147483646LL,
+                                        2147483647LL,
+                                        2147483648LL,
+                                        1LL << 32,
+                                        1LL << 40,
+                                        1LL << 62,
+                                        std::numeric_limits<std::int64_t>::max()};
+
+Problem plausible(Random& random) {
+  Problem p;
+  p.num_seqs = random.pick(std::vector<std::int64_t>{0, 1, 1, 2, 3, 5, 64, 1000, 1 << 20});
+  p.num_kv_heads = random.pick(std::vector<std::int64_t>{1, 1, 2, 3, 4, 8, 32, 1000, 1 << 20});
+  const std::int64_t group =
+      random.between(1, 1) + (random.below(4) == 0 ? random.between(0, 127) : random.between(0, 8));
+  p.num_q_heads = p.num_kv_heads * group;
+  p.head_dim_qk =
+      random.pick(std::vector<std::int64_t>{1, 7, 40, 64, 64, 96, 128, 128, 192, 256, 512, 576, 1000, 1024});
+  p.head_dim_v = random.below(3) == 0 ? random.between(0, 1024) : p.head_dim_qk;
+  p.q_len = random.between(0, 64);
+  p.max_kv_len = random.pick(std::vector<std::int64_t>{0, 1, 100, 4096, 131072, 1LL << 22, 1LL << 24, 2147483647LL});
+  p.q_dtype = static_cast<DType>(random.below(3));
+  p.out_dtype = static_cast<DType>(random.below(3));
+  p.k_format = static_cast<KvFormat>(random.below(3));
+  p.v_format = static_cast<KvFormat>(random.below(3));
+  p.causal = random.below(2) == 0;
+  if (random.below(3) == 0) p.window = random.between(0, 10000);
+  if (random.below(4) == 0) p.scale = static_cast<float>(random.between(-100, 100)) / 64.0F;
+  return p;
+}
+
+void spoil(Random& random, Problem& p) {
+  std::int64_t* const numbers[] = {&p.num_seqs,   &p.q_len,      &p.num_q_heads, &p.num_kv_heads, &p.head_dim_qk,
+                                   &p.head_dim_v, &p.max_kv_len, &p.quant_group, &p.page_size,    &p.window};
+  const float floats[] = {0.0F,
+                          -0.0F,
+                          1.0F,
+                          -1.0F,
+                          30.0F,
+                          1e-38F,
+                          3e38F,
+                          std::numeric_limits<float>::infinity(),
+                          -std::numeric_limits<float>::infinity(),
+                          std::numeric_limits<float>::quiet_NaN()};
+  switch (random.below(16)) {
+    case 0:
+      p.q_dtype = static_cast<DType>(random.below(256));
+      break;
+    case 1:
+      p.out_dtype = static_cast<DType>(random.below(256));
+      break;
+    case 2:
+      p.k_format = static_cast<KvFormat>(random.below(10));
+      break;
+    case 3:
+      p.v_format = static_cast<KvFormat>(random.below(10));
+      break;
+    case 4:
+      p.layout = static_cast<KvLayout>(random.below(5));
+      break;
+    case 5:
+      p.mask = static_cast<MaskKind>(random.below(6));
+      break;
+    case 6:
+      p.scale = floats[random.below(10)];
+      break;
+    case 7:
+      p.softcap = floats[random.below(10)];
+      break;
+    case 8:
+      p.has_sinks = true;
+      break;
+    case 9:
+      p.has_alibi = true;
+      break;
+    case 10:
+      p.has_mask_slopes = true;
+      break;
+    case 11:
+      p.has_segments = true;
+      break;
+    case 12:
+      p.v_is_k_prefix = true;
+      break;
+    case 13:
+      p.k_format = p.v_format = static_cast<KvFormat>(random.below(8));
+      p.quant_group = random.pick(std::vector<std::int64_t>{0, 32, 64, 128});
+      break;
+    case 14:
+      p.layout = random.below(2) == 0 ? KvLayout::paged_nhd : KvLayout::paged_hnd;
+      p.page_size = random.between(0, 300);
+      break;
+    default:
+      *numbers[random.below(10)] = random.pick(kOdd);
+      break;
+  }
+}
+
+PlanOptions random_options(Random& random) {
+  PlanOptions options;
+  if (random.below(2) == 0) return options;
+  std::int64_t* const numbers[] = {&options.chunk_tokens,           &options.policy.row_tile,
+                                   &options.policy.rows_per_worker, &options.policy.chunk_tokens,
+                                   &options.policy.step_tokens,     &options.policy.prefetch_tokens};
+  for (std::int64_t* number : numbers) {
+    if (random.below(4) == 0) *number = random.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16, 32, 64, 128, 4096});
+    if (random.below(12) == 0) *number = random.pick(kOdd);
+  }
+  options.earlier_kv_ready = random.below(2) == 0;
+  return options;
+}
+
+Device random_device(Random& random, const std::vector<Device>& known) {
+  Device device = random.pick(known);
+  device.num_threads = static_cast<int>(random.pick(std::vector<std::int64_t>{1, 1, 2, 3, 7, 64, 1024}));
+  if (random.below(20) == 0) device.num_threads = static_cast<int>(random.pick(kOdd) & 0xffffffffLL);
+  if (random.below(20) == 0) device.l1_bytes = device.l2_bytes = device.l3_bytes = random.pick(kOdd);
+  if (random.below(40) == 0) device.target = "nonsense";
+  if (random.below(40) == 0) device.read_gbps = random.below(2) == 0 ? -1.0 : 1e300;
+  return device;
+}
+
+std::string describe(const Problem& p, const Device& d, const PlanOptions& o) {
+  std::ostringstream text;
+  text << "num_seqs=" << p.num_seqs << " q_len=" << p.q_len << " heads=" << p.num_q_heads << '/' << p.num_kv_heads
+       << " dims=" << p.head_dim_qk << 'x' << p.head_dim_v << " max_kv_len=" << p.max_kv_len
+       << " q_dtype=" << static_cast<int>(p.q_dtype) << " out_dtype=" << static_cast<int>(p.out_dtype)
+       << " formats=" << static_cast<int>(p.k_format) << '/' << static_cast<int>(p.v_format)
+       << " quant_group=" << p.quant_group << " layout=" << static_cast<int>(p.layout) << " page_size=" << p.page_size
+       << " window=" << p.window << " mask=" << static_cast<int>(p.mask) << " softcap=" << p.softcap
+       << " target=" << d.target << " threads=" << d.num_threads << " l1_bytes=" << d.l1_bytes
+       << " chunk_tokens=" << o.chunk_tokens << " policy=" << to_string(o.policy);
+  return text.str();
+}
+
+// Empty, or what is wrong with the plan.
+std::string judge(const Plan& plan) {
+  const Problem& p = plan.problem();
+  constexpr std::size_t kLargest = static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max());
+  if (plan.workspace_bytes() > kLargest) return "workspace_bytes beyond 63 bits";
+  if (plan.kernel_id().rfind("attend_", 0) != 0) return "kernel_id '" + std::string(plan.kernel_id()) + "'";
+  if (plan.read_factor() < 1) return "read_factor " + std::to_string(plan.read_factor());
+  const std::int64_t least = p.max_kv_len > 0 && p.num_seqs > 0 && p.q_len > 0 ? 1 : 0;
+  if (plan.max_chunks() < least || plan.max_chunks() > p.max_kv_len + 1) {
+    return "max_chunks " + std::to_string(plan.max_chunks());
+  }
+  if (plan.max_kv_bytes() < 0) return "max_kv_bytes " + std::to_string(plan.max_kv_bytes());
+  const Policy& policy = plan.policy();
+  if (policy.row_tile < 1) return "policy.row_tile " + std::to_string(policy.row_tile);
+  if (policy.rows_per_worker < 1) return "policy.rows_per_worker " + std::to_string(policy.rows_per_worker);
+  if (policy.chunk_tokens < 1) return "policy.chunk_tokens " + std::to_string(policy.chunk_tokens);
+  if (policy.step_tokens < 1) return "policy.step_tokens " + std::to_string(policy.step_tokens);
+  if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
+  const core::WorkspaceLayout& layout = plan.data().workspace;
+  for (const std::size_t offset : {layout.item_starts, layout.counters, layout.partial_lse, layout.partial_o,
+                                   layout.scratch, layout.scratch_bytes}) {
+    if (offset > layout.total_bytes) return "a part of the workspace begins after its end";
+  }
+  if (!p.scale.has_value() || p.head_dim_v < 1) return "the problem was not resolved";
+  if (plan.explain().empty()) return "explain() is empty";
+  return {};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const long count = argc > 1 ? std::strtol(argv[1], nullptr, 10) : 100000;
+  const long seed = argc > 2 ? std::strtol(argv[2], nullptr, 10) : 1;
+  const std::vector<Device> known = devices();
+  Random random(static_cast<std::uint64_t>(seed));
+  long planned = 0;
+  long refused[5] = {};
+  long wrong = 0;
+  for (long i = 0; i < count; ++i) {
+    Problem problem = plausible(random);
+    for (std::int64_t spoils = random.below(4); spoils > 1; --spoils) spoil(random, problem);
+    const Device device = random_device(random, known);
+    const PlanOptions options = random_options(random);
+    std::string fault;
+    try {
+      fault = judge(make_plan(problem, device, options));
+      ++planned;
+    } catch (const Error& error) {
+      const auto code = static_cast<unsigned>(error.code());
+      if (code < 1 || code > 3) fault = "error code " + std::to_string(code) + ": " + error.what();
+      if (std::string(error.what()).size() < 10) fault = "an error without a message";
+      ++refused[code <= 4 ? code : 4];
+    } catch (const std::exception& error) {
+      fault = std::string("an exception that is no Error: ") + error.what();
+    }
+    if (fault.empty()) continue;
+    ++wrong;
+    if (wrong <= 20)
+      std::printf("FAILED #%ld: %s\n  %s\n", i, fault.c_str(), describe(problem, device, options).c_str());
+  }
+  std::printf("%ld problems: %ld planned, %ld invalid, %ld unsupported, %ld unavailable, %ld wrong\n", count, planned,
+              refused[1], refused[2], refused[3], wrong);
+  // Both sides must have been exercised.
+  const bool balanced = planned * 5 > count && refused[1] * 50 > count;
+  if (!balanced) std::printf("FAILED: too few problems were valid, or too few were not\n");
+  return wrong == 0 && balanced ? 0 : 1;
+}
