@@ -150,6 +150,8 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         for (int r = 0; r < rows; ++r) {
           q_a[r] = S::load(q_vec + r * S::width);
           q_b[r] = S::load(q_vec + (rows + r) * S::width);
+          S::pin(q_a[r]);
+          S::pin(q_b[r]);
         }
         KVONCE_UNROLL
         for (int j = 0; j < kTokens; ++j) {
@@ -168,7 +170,8 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         for (int j = 0; j < kTokens; ++j) E::load_pair(row[j] + dim, k_a[j], k_b[j]);
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
-          const Vec q_a = S::load(q_vec + r * S::width);
+          Vec q_a = S::load(q_vec + r * S::width);
+          S::pin(q_a);
           KVONCE_UNROLL
           for (int j = 0; j < kTokens; ++j) {
             acc[j * kLaneRows + r] = S::fmadd(k_a[j], q_a, acc[j * kLaneRows + r]);
@@ -176,7 +179,8 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         }
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
-          const Vec q_b = S::load(q_vec + (rows + r) * S::width);
+          Vec q_b = S::load(q_vec + (rows + r) * S::width);
+          S::pin(q_b);
           KVONCE_UNROLL
           for (int j = 0; j < kTokens; ++j) {
             acc[j * kLaneRows + r] = S::fmadd(k_b[j], q_b, acc[j * kLaneRows + r]);

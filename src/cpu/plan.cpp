@@ -60,19 +60,33 @@ std::int64_t choose_chunk_tokens(const Problem& p) {
   return std::clamp<std::int64_t>(bytes / token_bytes / 64 * 64, 128, 4096);
 }
 
+/// `lowest` is the field's way of saying "choose".
+void require_not_negative(const char* name, std::int64_t value, std::int64_t lowest) {
+  if (value >= lowest) return;
+  core::refuse(ErrorCode::InvalidArgument, name, std::to_string(value), std::to_string(lowest) + " (choose) or more");
+}
+
 void decide_policy(core::PlanData& data, const Target& target, const Policy& asked) {
   const Problem& p = data.problem;
   Policy& policy = data.policy;
   policy = asked;
-  if (policy.row_tile == 0) policy.row_tile = target.max_row_tile;
+  require_not_negative("policy.row_tile", policy.row_tile, 0);
+  require_not_negative("policy.rows_per_worker", policy.rows_per_worker, 0);
+  require_not_negative("policy.chunk_tokens", policy.chunk_tokens, 0);
+  require_not_negative("policy.step_tokens", policy.step_tokens, 0);
+  require_not_negative("policy.prefetch_tokens", policy.prefetch_tokens, -1);
+  if (policy.row_tile == 0) {
+    policy.row_tile = target.max_row_tile;
+    if (policy.rows_per_worker > 0) policy.row_tile = std::min(policy.row_tile, policy.rows_per_worker);
+  }
   if (policy.row_tile > target.max_row_tile) {
     core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(policy.row_tile),
                  "1 to " + std::to_string(target.max_row_tile) + " on target " + target.name);
   }
   if (policy.rows_per_worker == 0) policy.rows_per_worker = kRowsPerWorker;
-  policy.rows_per_worker = std::max(policy.rows_per_worker, policy.row_tile);
-  if (policy.rows_per_worker > 8192) {
-    core::refuse(ErrorCode::InvalidArgument, "policy.rows_per_worker", std::to_string(policy.rows_per_worker), "1 to 8192");
+  if (policy.rows_per_worker < policy.row_tile || policy.rows_per_worker > 8192) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.rows_per_worker", std::to_string(policy.rows_per_worker),
+                 "row_tile = " + std::to_string(policy.row_tile) + " to 8192");
   }
   if (policy.chunk_tokens == 0) policy.chunk_tokens = choose_chunk_tokens(p);
   if (policy.chunk_tokens < 0 || policy.chunk_tokens > (1LL << 31)) {

@@ -27,6 +27,7 @@ struct Simd {
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
   static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static void pin(Vec& v) { asm("" : "+x"(v)); }
   static bool any_greater(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
   static Vec exp2(Vec x) {

@@ -17,6 +17,7 @@ struct Simd {
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static void pin(Vec& v) { asm("" : "+v"(v)); }
   static bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
   static Vec exp2(Vec x) {
