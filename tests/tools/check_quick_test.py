@@ -46,6 +46,7 @@ class CheckQuickTest(unittest.TestCase):
         summary = re.fullmatch(r"(\d+) passed, 0 failed, (\d+) skipped", result.stdout.splitlines()[-1])
         self.assertIsNotNone(summary, result.stdout)
         self.assertGreater(int(summary[1]), 100)
+        # Well past the two quiet seconds; two cases are at most a second apart.
         if seconds > 4:
             self.assertIn("checking", terminal)
             self.assertTrue(terminal.endswith("\x1b[K"), repr(terminal[-40:]))

@@ -12,6 +12,8 @@
 namespace kvonce::tool {
 namespace {
 
+constexpr std::chrono::seconds kQuietTime{2};
+
 std::string cell_text(const nlohmann::json& cell) {
   if (cell.is_null()) return "";
   if (cell.is_string()) return cell.get<std::string>();
@@ -103,15 +105,19 @@ void print(const std::string& text) {
 }
 
 Progress::Progress(std::string what)
-    : what_(std::move(what)), start_(std::chrono::steady_clock::now()), is_terminal_(::isatty(STDERR_FILENO) == 1) {}
+    : what_(std::move(what)),
+      next_(std::chrono::steady_clock::now() + kQuietTime),
+      is_terminal_(::isatty(STDERR_FILENO) == 1) {}
 
 Progress::~Progress() {
   if (is_shown_) std::fputs("\r\033[K", stderr);
 }
 
 void Progress::update(std::int64_t done, std::int64_t total) {
-  constexpr std::chrono::seconds kQuietTime{2};
-  if (!is_terminal_ || std::chrono::steady_clock::now() - start_ < kQuietTime) return;
+  constexpr std::chrono::milliseconds kInterval{100};
+  const auto now = std::chrono::steady_clock::now();
+  if (!is_terminal_ || now < next_) return;
+  next_ = now + kInterval;
   is_shown_ = true;
   const std::string of_total = total > 0 ? fmt::format("/{}", total) : "";
   fmt::print(stderr, "\r\033[K{} {}{}", what_, done, of_total);

@@ -44,7 +44,7 @@ class Progress {
 
  private:
   std::string what_;
-  std::chrono::steady_clock::time_point start_;
+  std::chrono::steady_clock::time_point next_;  // before this nothing is shown
   bool is_terminal_;
   bool is_shown_ = false;
 };
