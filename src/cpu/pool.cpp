@@ -158,7 +158,6 @@ void Pool::work() {
     const auto now = Clock::now();
     if (!worked && (now >= deadline || !spin_.load(std::memory_order_relaxed))) {
       sleep_until_woken(last_generation);
-      worked = try_job(last_generation);
       deadline = Clock::now() + kSpinTime;
     } else if (worked) {
       deadline = now + kSpinTime;

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -110,8 +111,14 @@ void expect_matches_definition(const Parts& given, const Merged& merged) {
   }
 }
 
+bool same_bits(const float* a, const float* b, std::int64_t count) {
+  return std::equal(a, a + count, b, [](float x, float y) {
+    return std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(y);
+  });
+}
+
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  return a.size() == b.size() && same_bits(a.data(), b.data(), static_cast<std::int64_t>(a.size()));
 }
 
 TEST(MergeTest, MatchesTheDefinitionForManyPartsAndDimsWithHalfThePartsEmpty) {
@@ -239,7 +246,7 @@ TEST(MergeTest, ARowDoesNotDependOnTheRowsBesideIt) {
     std::vector<float> o(100, kNaN);
     float lse = kNaN;
     merge(in, o.data(), 100, &lse);
-    EXPECT_EQ(std::memcmp(o.data(), together.o.data() + row * 100, 400), 0) << "row " << row;
+    EXPECT_TRUE(same_bits(o.data(), together.o.data() + row * 100, 100)) << "row " << row;
     EXPECT_EQ(lse, together.lse[idx(row)]);
   }
 }
@@ -251,7 +258,7 @@ TEST(MergeTest, OutMayBeOneOfTheParts) {
     Parts parts = given;
     std::vector<float> lse(5, kNaN);
     merge(parts.inputs(), parts.o.data() + target * 5 * 150, 150, lse.data());
-    EXPECT_EQ(std::memcmp(parts.o.data() + target * 5 * 150, expected.o.data(), 5 * 150 * 4), 0) << "part " << target;
+    EXPECT_TRUE(same_bits(parts.o.data() + target * 5 * 150, expected.o.data(), 5 * 150)) << "part " << target;
     EXPECT_TRUE(same_bits(lse, expected.lse));
   }
 }
@@ -286,7 +293,7 @@ TEST(MergeTest, AnyStridesReadTheSameValuesAndNothingElseIsWritten) {
   std::vector<float> out_lse(5, kGuard);
   merge(in, out.data(), 80, out_lse.data());
   for (std::int64_t row = 0; row < 4; ++row) {
-    EXPECT_EQ(std::memcmp(&out[idx(row * 80)], &expected.o[idx(row * 70)], 70 * 4), 0) << "row " << row;
+    EXPECT_TRUE(same_bits(&out[idx(row * 80)], &expected.o[idx(row * 70)], 70)) << "row " << row;
     for (std::int64_t dim = 70; dim < 80; ++dim) EXPECT_EQ(out[idx(row * 80 + dim)], kGuard);
     EXPECT_EQ(out_lse[idx(row)], expected.lse[idx(row)]);
   }

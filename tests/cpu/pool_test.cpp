@@ -267,6 +267,7 @@ TEST(PoolTest, SeveralCallersAtOnceEachGetTheirWholeJob) {
   Pool pool;
   std::atomic<int> ready{0};
   std::vector<std::thread> callers;
+  callers.reserve(4);
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&, caller] {
       ready.fetch_add(1);
