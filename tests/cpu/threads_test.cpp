@@ -1,0 +1,215 @@
+// attend and threads: which calls create any, and what a forked child gets. Each test forks, because a process has one
+// shared pool whose threads stay.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/pool.hpp"
+#include "kvonce/kvonce.hpp"
+
+#if !defined(__has_feature)
+#define __has_feature(x) 0
+#endif
+#if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
+#define KVONCE_TEST_TSAN 1
+#else
+#define KVONCE_TEST_TSAN 0
+#endif
+
+namespace kvonce {
+namespace {
+
+constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a forked child; other builds run this";
+
+// A problem large enough that attend uses every thread it may.
+class Fixture {
+ public:
+  Fixture(std::int64_t kv_len, int num_threads) : plan_(make_plan(problem(kv_len), device(num_threads))) {
+    std::uint32_t state = 1;
+    const auto fill = [&state](std::vector<float>& values, std::int64_t count) {
+      values.resize(static_cast<std::size_t>(count));
+      for (float& x : values) {
+        state = state * 1664525U + 1013904223U;
+        x = static_cast<float>(state >> 8) * 0x1p-23F - 1.0F;
+      }
+    };
+    fill(q_, kHeads * kGroup * kDim);
+    fill(k_, kHeads * kv_len * kDim);
+    fill(v_, kHeads * kv_len * kDim);
+    inputs_.q = {q_.data(), 0, kDim, kDim};
+    inputs_.k = {k_.data(), 0, kv_len * kDim, kDim};
+    inputs_.v = {v_.data(), 0, kv_len * kDim, kDim};
+    workspace_.resize(plan_.workspace_bytes());
+  }
+
+  std::vector<float> attend_once(const Context& context = {}) {
+    std::vector<float> out(q_.size(), std::numeric_limits<float>::quiet_NaN());
+    Outputs outputs;
+    outputs.out = out.data();
+    outputs.out_head_stride = kDim;
+    outputs.out_token_stride = kDim;
+    attend(plan_, inputs_, outputs, workspace_.data(), workspace_.size(), context);
+    return out;
+  }
+
+ private:
+  static constexpr std::int64_t kHeads = 4;
+  static constexpr std::int64_t kGroup = 3;
+  static constexpr std::int64_t kDim = 64;
+
+  static Problem problem(std::int64_t kv_len) {
+    Problem p;
+    p.num_q_heads = kHeads * kGroup;
+    p.num_kv_heads = kHeads;
+    p.head_dim_qk = kDim;
+    p.max_kv_len = kv_len;
+    return p;
+  }
+
+  static Device device(int num_threads) {
+    Device best = default_device();
+    best.num_threads = num_threads;
+    return best;
+  }
+
+  Plan plan_;
+  std::vector<float> q_;
+  std::vector<float> k_;
+  std::vector<float> v_;
+  std::vector<char> workspace_;
+  Inputs inputs_;
+};
+
+int pool_threads() { return cpu::Pool::shared().num_threads(); }
+
+// The exit status of body in a forked child, or -1 when it did not exit by itself in 60 s.
+int status_of_child(const std::function<int()>& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body());
+  for (int ms = 0; ms < 60000; ++ms) {
+    int status = 0;
+    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return -1;
+}
+
+TEST(ThreadsTest, AForkedChildGivesTheSameBitsWithAPoolOfItsOwnAndTheParentGoesOn) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Fixture fixture(4096, 3);
+  const std::vector<float> expected = fixture.attend_once();
+  EXPECT_EQ(pool_threads(), 2);
+  const auto child = [&] {
+    if (pool_threads() != 0) return 2;
+    if (fixture.attend_once() != expected) return 3;
+    if (pool_threads() != 2) return 4;
+    return fixture.attend_once() == expected ? 0 : 5;
+  };
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    EXPECT_EQ(status_of_child(child), 0);
+    EXPECT_EQ(fixture.attend_once(), expected);
+  }
+}
+
+TEST(ThreadsTest, ForkingWhileAnotherThreadAttendsGivesTheSameBits) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Fixture fixture(4096, 2);
+  Fixture busy_fixture(4096, 2);
+  const std::vector<float> expected = fixture.attend_once();
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop.load()) busy_fixture.attend_once();
+  });
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    EXPECT_EQ(status_of_child([&] { return fixture.attend_once() == expected && pool_threads() == 1 ? 0 : 2; }), 0);
+  }
+  stop.store(true);
+  busy.join();
+}
+
+TEST(ThreadsTest, AHostsTeamLeavesThePoolWithoutThreads) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Fixture fixture(4096, 4);
+  const std::vector<float> expected = fixture.attend_once();
+  const auto child = [&] {
+    Context context;
+    context.parallel_for = [](void* host, std::int64_t count, void (*body)(void*, std::int64_t), void* body_context) {
+      *static_cast<std::int64_t*>(host) = count;
+      for (std::int64_t i = count - 1; i >= 0; --i) body(body_context, i);
+    };
+    std::int64_t count = 0;
+    context.parallel_for_host = &count;
+    if (fixture.attend_once(context) != expected) return 2;
+    if (count != 4) return 3;
+    return pool_threads() == 0 ? 0 : 4;
+  };
+  EXPECT_EQ(status_of_child(child), 0);
+}
+
+TEST(ThreadsTest, OneThreadAndShortCachesCreateNoThread) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  Fixture large(4096, 4);
+  Fixture small(16, 4);
+  const auto child = [&] {
+    Context one;
+    one.num_threads = 1;
+    large.attend_once(one);
+    if (pool_threads() != 0) return 2;
+    small.attend_once();
+    if (pool_threads() != 0) return 3;
+    large.attend_once();
+    return pool_threads() == 3 ? 0 : 4;
+  };
+  EXPECT_EQ(status_of_child(child), 0);
+}
+
+TEST(ThreadsTest, PlanningCreatesNoThread) {
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
+  const auto child = [] {
+    const Fixture fixture(4096, 8);
+    return pool_threads() == 0 ? 0 : 2;
+  };
+  EXPECT_EQ(status_of_child(child), 0);
+}
+
+TEST(ThreadsTest, TheEnvironmentSetsTheNumberOfThreadsAndTheTarget) {
+  const auto in_child = [](const char* name, const char* value, const std::function<int()>& body) {
+    return status_of_child([&] {
+      setenv(name, value, 1);
+      return body();
+    });
+  };
+  const auto refused = [](const std::string& word) {
+    try {
+      default_device();
+      return 2;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::InvalidArgument) return 3;
+      return std::string(error.what()).find(word) != std::string::npos ? 0 : 4;
+    }
+  };
+  EXPECT_EQ(in_child("KVONCE_NUM_THREADS", "7", [] { return default_device().num_threads == 7 ? 0 : 2; }), 0);
+  EXPECT_EQ(in_child("KVONCE_NUM_THREADS", "7", [] { return cpu_device("portable", 3).num_threads == 3 ? 0 : 2; }), 0)
+      << "a number given in the call wins";
+  for (const char* bad : {"0", "-1", "1025", "two", "2x", " 2"}) {
+    EXPECT_EQ(in_child("KVONCE_NUM_THREADS", bad, [&] { return refused("KVONCE_NUM_THREADS"); }), 0) << bad;
+  }
+  EXPECT_EQ(in_child("KVONCE_CPU_TARGET", "portable", [] { return default_device().target == "portable" ? 0 : 2; }), 0);
+  EXPECT_EQ(in_child("KVONCE_CPU_TARGET", "avx9000", [&] { return refused("avx9000"); }), 0);
+}
+
+}  // namespace
+}  // namespace kvonce
