@@ -1,7 +1,9 @@
 // Rates of the cores: multiply-adds from registers, exponentials from L1, and the clock they ran at.
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <chrono>
+#include <ctime>
+#include <thread>
 #include <vector>
 
 #include "baselines/baselines.hpp"
@@ -9,18 +11,25 @@
 namespace kvonce::bench {
 namespace {
 
-constexpr double kSliceSeconds = 0.003;  // long against a scheduler tick's cost, short against frequency drift
-constexpr int kNumSlices = 9;
+constexpr double kSliceSeconds = 0.002;  // long against a scheduler tick's cost, short against frequency drift
+constexpr int kNumSlices = 15;
+constexpr int kTurnsPerSlice = 20;
+constexpr double kAddsPerIteration = 16.0;
 constexpr std::int64_t kExpArray = 1024;  // two arrays of it stay in L1
 std::atomic<float> sink;                  // keeps results alive
 
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+// Processor time of the calling thread: what other processes take from it does not count.
+double now_s() {
+  std::timespec time{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
 
 template <class Work>
 double seconds(const Work& work) {
   const double begin = now_s();
   work();
-  return now_s() - begin;
+  return std::max(now_s() - begin, 1e-9);
 }
 
 // Iterations of work(n) that take about one slice.
@@ -54,36 +63,48 @@ struct ThreadRate {
   double clock_ghz = 0.0;
 };
 
-// The fastest slice of work, and the fastest ratio to a clock slice run directly before or after it: what disturbs a
-// slice only ever makes it slower, and a neighbour's time stolen from the clock slice would flatter the ratio, so the
-// ratio is taken with the fastest clock seen.
+// The best slice counts: whatever disturbs one, a neighbour on the same core for instance, only makes it slower. Within
+// a slice the work and the clock chain take turns of a tenth of a millisecond, so that the clock is the one that the work
+// itself brings about: wide vectors lower it for about a millisecond.
 template <class Work>
 ThreadRate measure_thread(const Work& work, double ops_per_iteration) {
-  const std::int64_t n = calibrate(work);
-  const std::int64_t clock_n = calibrate(add_chain);
-  ThreadRate rate;
+  const auto turn = [](std::int64_t n) { return std::max<std::int64_t>(1, n / kTurnsPerSlice); };
+  const std::int64_t n = turn(calibrate(work));
+  const std::int64_t clock_n = turn(calibrate(add_chain));
+  ThreadRate best;
   for (int slice = 0; slice < kNumSlices; ++slice) {
-    const double work_s = seconds([&] { work(n); });
-    const double clock_s = seconds([&] { add_chain(clock_n); });
-    rate.per_s = std::max(rate.per_s, ops_per_iteration * static_cast<double>(n) / work_s);
-    rate.clock_ghz = std::max(rate.clock_ghz, 16.0 * static_cast<double>(clock_n) / clock_s * 1e-9);
-  }
-  rate.per_cycle = rate.per_s / (rate.clock_ghz * 1e9);
-  return rate;
-}
-
-// All threads at once: the sum of what each reached in the slice that went best. Threads that never got a seat in the
-// pool leave their share to the others, so the number of tasks, not of threads, is what counts.
-template <class Work>
-double measure_team(const Work& work, double ops_per_iteration, Team team) {
-  if (team.num_threads == 1) return 0.0;
-  const std::int64_t n = calibrate(work);
-  double best = 0.0;
-  for (int slice = 0; slice < kNumSlices; ++slice) {
-    const double spent = seconds([&] { team.run(2 * team.num_threads, [&](std::int64_t) { work(n); }); });
-    best = std::max(best, ops_per_iteration * static_cast<double>(n) * 2.0 * team.num_threads / spent);
+    double work_s = 0.0;
+    double clock_s = 0.0;
+    for (int i = 0; i < kTurnsPerSlice; ++i) {
+      work_s += seconds([&] { work(n); });
+      clock_s += seconds([&] { add_chain(clock_n); });
+    }
+    const double per_s = ops_per_iteration * static_cast<double>(n) * kTurnsPerSlice / work_s;
+    const double hertz = kAddsPerIteration * static_cast<double>(clock_n) * kTurnsPerSlice / clock_s;
+    if (per_s > best.per_s) best = {per_s, per_s / hertz, hertz * 1e-9};
   }
   return best;
+}
+
+// The sum over threads that all work at the same time, in the best slice. Its own threads: the pool does not promise
+// that every seat is taken. Threads beyond the processors add nothing.
+template <class Work>
+double measure_team(const Work& work, double ops_per_iteration, int num_threads) {
+  const unsigned num_cpus = std::max(1U, std::thread::hardware_concurrency());
+  const int at_once = std::min(num_threads, static_cast<int>(num_cpus));
+  const std::int64_t n = calibrate(work);
+  std::array<std::atomic<double>, kNumSlices> per_s{};
+  std::atomic<int> started{0};
+  const auto run = [&] {
+    ++started;
+    while (started < at_once) std::this_thread::yield();
+    for (auto& slice : per_s) slice += ops_per_iteration * static_cast<double>(n) / seconds([&] { work(n); });
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < at_once; ++i) threads.emplace_back(run);
+  run();
+  for (std::thread& thread : threads) thread.join();
+  return *std::max_element(per_s.begin(), per_s.end());
 }
 
 void measure_madds(const MaddLoop& loop, Team team, double& per_s_thread, double& per_s, ThreadRate& thread) {
@@ -91,7 +112,7 @@ void measure_madds(const MaddLoop& loop, Team team, double& per_s_thread, double
   const auto ops = static_cast<double>(loop.madds_per_iteration);
   thread = measure_thread(work, ops);
   per_s_thread = thread.per_s;
-  per_s = std::max(per_s_thread, measure_team(work, ops, team));
+  per_s = team.num_threads > 1 ? measure_team(work, ops, team.num_threads) : per_s_thread;
 }
 
 }  // namespace
@@ -114,7 +135,8 @@ Rates measure_rates(const TargetKernels& kernels, Team team) {
     sink = out[kExpArray / 2];
   };
   rates.exp_per_s_thread = measure_thread(exponentials, static_cast<double>(kExpArray)).per_s;
-  rates.exp_per_s = std::max(rates.exp_per_s_thread, measure_team(exponentials, static_cast<double>(kExpArray), team));
+  rates.exp_per_s = team.num_threads > 1 ? measure_team(exponentials, static_cast<double>(kExpArray), team.num_threads)
+                                         : rates.exp_per_s_thread;
   return rates;
 }
 

@@ -71,13 +71,38 @@ std::uint64_t read_streams(const void* data, std::size_t bytes) {
   return fold_bits(sum);
 }
 
+// kNumPages neighbouring 4 KiB pages side by side, each line prefetched one block of pages ahead.
+template <class Vec, int kNumPages>
+std::uint64_t read_pages(const void* data, std::size_t bytes) {
+  constexpr std::size_t kVectorBytes = sizeof(Vec);
+  constexpr std::size_t kPageBytes = 4096;
+  constexpr std::size_t kBlock = kNumPages * kPageBytes;
+  const char* const begin = static_cast<const char*>(data);
+  Vec sums[kNumPages] = {};
+  std::size_t at = 0;
+  for (; at + kBlock <= bytes; at += kBlock) {
+    for (std::size_t offset = 0; offset < kPageBytes; offset += 64) {
+      for (std::size_t page = 0; page < kNumPages; ++page) {
+        const char* const line = begin + at + page * kPageBytes + offset;
+        __builtin_prefetch(line + kBlock, 0, 3);
+        for (std::size_t i = 0; i < 64; i += kVectorBytes) sums[page] ^= load_bits<Vec>(line + i);
+      }
+    }
+  }
+  for (; at < bytes; at += kVectorBytes) sums[0] ^= load_bits<Vec>(begin + at);
+  Vec sum = {};
+  for (const auto& part : sums) sum ^= part;
+  return fold_bits(sum);
+}
+
 template <class Vec>
 constexpr std::array<ReadLoop, kNumReadLoops> make_read_loops() {
   return {{{"plain", read_one_stream<Vec, 0>},
            {"prefetch_1k", read_one_stream<Vec, 1024>},
            {"prefetch_4k", read_one_stream<Vec, 4096>},
-           {"streams_2", read_streams<Vec, 2>},
-           {"streams_4", read_streams<Vec, 4>}}};
+           {"streams_4", read_streams<Vec, 4>},
+           {"streams_8", read_streams<Vec, 8>},
+           {"pages_8", read_pages<Vec, 8>}}};
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ struct MaddLoop {
   std::int64_t madds_per_instruction = 0;
 };
 
-constexpr std::size_t kNumReadLoops = 5;
+constexpr std::size_t kNumReadLoops = 6;
 
 struct TargetKernels {
   std::string_view target;
