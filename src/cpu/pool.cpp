@@ -1,14 +1,14 @@
 #include "cpu/pool.hpp"
 
-#include <csignal>
-
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <thread>
+
+#include "cpu/features.hpp"
 
 #if defined(__linux__)
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #endif
 
@@ -58,14 +58,6 @@ void wake_waiters(std::atomic<std::uint32_t>& word, int count) {
 #else
   for (int i = 0; i < count; ++i) word.notify_one();
 #endif
-}
-
-int num_usable_cpus() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-  return static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
 }
 
 // Never destroyed, so that threads of the host that outlive static destruction can still call; its threads are joined
@@ -187,7 +179,7 @@ void Pool::reserve(int num_workers) noexcept {
     if (!has_fork_handler.load()) has_fork_handler.store(pthread_atfork(nullptr, nullptr, &after_fork_in_child) == 0);
     asked_threads_.store(std::max(wanted, asked_threads_.load(std::memory_order_relaxed)), std::memory_order_relaxed);
     owner_pid_ = getpid();
-    spin_.store(wanted < num_usable_cpus(), std::memory_order_relaxed);
+    spin_.store(wanted < usable_cpus(), std::memory_order_relaxed);
     // The host's signals are for the host's threads.
     sigset_t all;
     sigset_t previous;
