@@ -61,7 +61,7 @@ def layer_of(path):
 
 def resolve(included, includer, known):
     """The repository path that an include line means, or None."""
-    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tests", "bench"]
+    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tools/conformance", "tests", "bench"]
     candidates = (posixpath.normpath(posixpath.join(folder, included)) for folder in folders)
     return next((path for path in candidates if path in known), None)
 
