@@ -39,11 +39,15 @@ const core::BackendTable kMetalStub = {
 
 const core::BackendTable& core::backend_table(Backend backend) {
   switch (backend) {
-    case Backend::cpu: return cpu::backend();
-    case Backend::cuda: return kCudaStub;
-    case Backend::metal: return kMetalStub;
+    case Backend::cpu:
+      return cpu::backend();
+    case Backend::cuda:
+      return kCudaStub;
+    case Backend::metal:
+      return kMetalStub;
   }
-  throw Error(ErrorCode::InvalidArgument, "device.backend: got a value outside the enumeration, allowed: cpu, cuda, metal");
+  throw Error(ErrorCode::InvalidArgument,
+              "device.backend: got a value outside the enumeration, allowed: cpu, cuda, metal");
 }
 
 std::vector<Device> devices() {

@@ -11,7 +11,7 @@ namespace kvonce {
 /// A q, K or V tensor, element [seq][head][token][dim] at data + seq*seq_stride + head*head_stride + token*token_stride + dim.
 /// Strides are in elements (in blocks for block formats); the last dim is contiguous. Owned by the caller.
 struct TensorView {
-  const void* data = nullptr;   // may be null only when the tensor has no elements
+  const void* data = nullptr;  // may be null only when the tensor has no elements
   std::int64_t seq_stride = 0;
   std::int64_t head_stride = 0;
   std::int64_t token_stride = 0;
@@ -36,15 +36,15 @@ struct Inputs {
   const std::int32_t* kv_lens = nullptr;    // [num_seqs] valid tokens, 0..max_kv_len; null: max_kv_len everywhere
   const std::int32_t* kv_starts = nullptr;  // [num_seqs] first visible token (left padding), 0..kv_len; null: 0
 
-  const void* mask = nullptr;               // per Problem::mask; strides 0 broadcast
-  std::int64_t mask_seq_stride = 0;         // in elements
+  const void* mask = nullptr;        // per Problem::mask; strides 0 broadcast
+  std::int64_t mask_seq_stride = 0;  // in elements
   std::int64_t mask_head_stride = 0;
   std::int64_t mask_row_stride = 0;
   std::int64_t mask_token_stride = 1;
 
-  const float* sinks = nullptr;             // [num_q_heads] with Problem::has_sinks
-  const float* alibi_slopes = nullptr;      // [num_q_heads] with Problem::has_alibi, times (key position - row position)
-  const float* mask_slopes = nullptr;       // [num_q_heads] with Problem::has_mask_slopes
+  const float* sinks = nullptr;         // [num_q_heads] with Problem::has_sinks
+  const float* alibi_slopes = nullptr;  // [num_q_heads] with Problem::has_alibi, times (key position - row position)
+  const float* mask_slopes = nullptr;   // [num_q_heads] with Problem::has_mask_slopes
 
   const std::int32_t* block_table = nullptr;  // paged: [num_seqs, >= ceil(kv_len / page_size)] page ids
   std::int64_t block_table_stride = 0;        // page ids between two sequences
@@ -61,18 +61,20 @@ struct Inputs {
 
 /// Everything attend writes.
 struct Outputs {
-  void* out = nullptr;              // [num_seqs, num_q_heads, q_len, head_dim_v] of out_dtype, last dim contiguous; must not overlap inputs
+  void* out =
+      nullptr;  // [num_seqs, num_q_heads, q_len, head_dim_v] of out_dtype, last dim contiguous; must not overlap inputs
   std::int64_t out_seq_stride = 0;  // in elements
   std::int64_t out_head_stride = 0;
   std::int64_t out_token_stride = 0;
-  float* lse = nullptr;             // [num_seqs, num_q_heads, q_len] natural log; null: not wanted
+  float* lse = nullptr;  // [num_seqs, num_q_heads, q_len] natural log; null: not wanted
   std::int64_t lse_seq_stride = 0;
   std::int64_t lse_head_stride = 0;
   std::int64_t lse_token_stride = 0;
 };
 
 /// Calls body(body_context, i) for every i in [0, count), concurrently if it can, and returns when all have returned.
-using ParallelFor = void (*)(void* host, std::int64_t count, void (*body)(void* body_context, std::int64_t i), void* body_context);
+using ParallelFor = void (*)(void* host, std::int64_t count, void (*body)(void* body_context, std::int64_t i),
+                             void* body_context);
 
 /// What the caller's runtime lends to one call.
 struct Context {
@@ -91,12 +93,12 @@ KVONCE_API void attend(const Plan& plan, const Inputs& inputs, const Outputs& ou
 /// ranges. (0, -inf) is neutral. Parts are joined in index order, so the result is bitwise repeatable.
 /// Only one part of a row may carry the row's sink. All float32; out may be one of the parts.
 struct MergeInputs {
-  const float* o = nullptr;             // [num_parts, num_rows, head_dim_v], last dim contiguous
-  const float* lse = nullptr;           // [num_parts, num_rows]
-  std::int64_t num_parts = 0;           // >= 1
-  std::int64_t num_rows = 0;            // >= 0
-  std::int64_t head_dim_v = 0;          // >= 1
-  std::int64_t o_part_stride = 0;       // in elements
+  const float* o = nullptr;        // [num_parts, num_rows, head_dim_v], last dim contiguous
+  const float* lse = nullptr;      // [num_parts, num_rows]
+  std::int64_t num_parts = 0;      // >= 1
+  std::int64_t num_rows = 0;       // >= 0
+  std::int64_t head_dim_v = 0;     // >= 1
+  std::int64_t o_part_stride = 0;  // in elements
   std::int64_t o_row_stride = 0;
   std::int64_t lse_part_stride = 0;
   std::int64_t lse_row_stride = 1;

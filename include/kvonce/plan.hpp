@@ -19,14 +19,14 @@ struct PlanData;
 /// One way to run attention on this machine: a backend and, on the CPU, an instruction-set target.
 struct Device {
   Backend backend = Backend::cpu;
-  std::string target;           // "portable", "avx2", "avx512", "avx512_bf16"; empty on other backends
-  std::string name;             // the processor's own name
-  std::string unavailable;      // empty when usable, else one sentence saying why not
-  int num_threads = 1;          // threads a plan may use; results do not depend on it
-  std::int64_t l1_bytes = 0;    // data caches; 0 when unknown
+  std::string target;         // "portable", "avx2", "avx512", "avx512_bf16"; empty on other backends
+  std::string name;           // the processor's own name
+  std::string unavailable;    // empty when usable, else one sentence saying why not
+  int num_threads = 1;        // threads a plan may use; results do not depend on it
+  std::int64_t l1_bytes = 0;  // data caches; 0 when unknown
   std::int64_t l2_bytes = 0;
   std::int64_t l3_bytes = 0;
-  double read_gbps = 0.0;       // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
+  double read_gbps = 0.0;  // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
 };
 
 /// Every backend and target this library knows, best CPU target first; what cannot run here says why.
@@ -42,11 +42,11 @@ KVONCE_API Device cpu_device(std::string_view target, int num_threads = 0);
 
 /// The tunables, chosen by a pure function of problem and device; 0 means "choose".
 struct Policy {
-  std::int64_t row_tile = 0;         // rows kept in registers, 1..8 on the CPU
-  std::int64_t rows_per_worker = 0;  // rows that share one pass over a token chunk
-  std::int64_t chunk_tokens = 0;     // tokens per chunk: fixes the split, whatever the number of threads
-  std::int64_t step_tokens = 0;      // tokens between two softmax updates
-  std::int64_t prefetch_tokens = -1; // how far ahead of use K and V are prefetched; -1: choose, 0: not at all
+  std::int64_t row_tile = 0;          // rows kept in registers, 1..8 on the CPU
+  std::int64_t rows_per_worker = 0;   // rows that share one pass over a token chunk
+  std::int64_t chunk_tokens = 0;      // tokens per chunk: fixes the split, whatever the number of threads
+  std::int64_t step_tokens = 0;       // tokens between two softmax updates
+  std::int64_t prefetch_tokens = -1;  // how far ahead of use K and V are prefetched; -1: choose, 0: not at all
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.
@@ -54,8 +54,9 @@ KVONCE_API Policy parse_policy(std::string_view text);
 KVONCE_API std::string to_string(const Policy& policy);
 
 struct PlanOptions {
-  std::int64_t chunk_tokens = 0;  // same as policy.chunk_tokens; a row's bits then do not depend on the batch or max_kv_len
-  Policy policy;                  // overrides, field by field
+  std::int64_t chunk_tokens =
+      0;          // same as policy.chunk_tokens; a row's bits then do not depend on the batch or max_kv_len
+  Policy policy;  // overrides, field by field
   bool earlier_kv_ready = false;  // CUDA: K/V of tokens before kv_len - q_len are not written by the preceding kernel
 };
 
@@ -66,13 +67,13 @@ class KVONCE_API Plan {
 
   [[nodiscard]] const Problem& problem() const noexcept;
   [[nodiscard]] const Device& device() const noexcept;
-  [[nodiscard]] const Policy& policy() const noexcept;      // every field decided
+  [[nodiscard]] const Policy& policy() const noexcept;        // every field decided
   [[nodiscard]] std::string_view kernel_id() const noexcept;  // attend_<target>_<kv format>_d<qk>x<v>_r<row_tile>
   /// Times each KV byte is fetched from beyond a worker's private cache: ceil(rows_per_stream / rows_per_worker).
   [[nodiscard]] std::int64_t read_factor() const noexcept;
-  [[nodiscard]] std::int64_t max_chunks() const noexcept;   // token chunks of the longest sequence
+  [[nodiscard]] std::int64_t max_chunks() const noexcept;      // token chunks of the longest sequence
   [[nodiscard]] std::size_t workspace_bytes() const noexcept;  // what attend needs, at any alignment
-  [[nodiscard]] std::int64_t max_kv_bytes() const noexcept; // K and V bytes at max_kv_len, each counted once
+  [[nodiscard]] std::int64_t max_kv_bytes() const noexcept;    // K and V bytes at max_kv_len, each counted once
   /// Several lines: kernel, read factor, chunks, workspace, predicted bytes and time, why other kernels were rejected.
   [[nodiscard]] std::string explain() const;
   [[nodiscard]] const core::PlanData& data() const noexcept { return *data_; }

@@ -28,18 +28,18 @@ struct Problem {
   KvFormat v_format = KvFormat::f32;  // K and V may differ
   std::int64_t quant_group = 0;       // values per scale of the MLX formats: 32, 64 or 128; 0 otherwise
   KvLayout layout = KvLayout::strided;
-  std::int64_t page_size = 0;         // tokens per page of the paged layouts, >= 1; 0 otherwise
-  bool v_is_k_prefix = false;         // V is K's first head_dim_v dims (same memory): its bytes count once
+  std::int64_t page_size = 0;  // tokens per page of the paged layouts, >= 1; 0 otherwise
+  bool v_is_k_prefix = false;  // V is K's first head_dim_v dims (same memory): its bytes count once
 
-  std::optional<float> scale;         // default head_dim_qk^-0.5
-  bool causal = true;                 // a row sees keys up to its own position
-  std::int64_t window = 0;            // a row sees only the last `window` keys up to its own position, itself included; 0: all
+  std::optional<float> scale;  // default head_dim_qk^-0.5
+  bool causal = true;          // a row sees keys up to its own position
+  std::int64_t window = 0;     // a row sees only the last `window` keys up to its own position, itself included; 0: all
   MaskKind mask = MaskKind::none;
-  float softcap = 0.0F;               // > 0: score becomes softcap * tanh(score / softcap)
-  bool has_sinks = false;             // Inputs::sinks: one extra logit per query head
-  bool has_alibi = false;             // Inputs::alibi_slopes
-  bool has_mask_slopes = false;       // Inputs::mask_slopes multiply an additive mask
-  bool has_segments = false;          // Inputs::segments: which sequences read which token range (shared prefixes)
+  float softcap = 0.0F;          // > 0: score becomes softcap * tanh(score / softcap)
+  bool has_sinks = false;        // Inputs::sinks: one extra logit per query head
+  bool has_alibi = false;        // Inputs::alibi_slopes
+  bool has_mask_slopes = false;  // Inputs::mask_slopes multiply an additive mask
+  bool has_segments = false;     // Inputs::segments: which sequences read which token range (shared prefixes)
 
   [[nodiscard]] std::int64_t group_size() const noexcept { return num_kv_heads > 0 ? num_q_heads / num_kv_heads : 0; }
   [[nodiscard]] std::int64_t dim_v() const noexcept { return head_dim_v > 0 ? head_dim_v : head_dim_qk; }

@@ -26,7 +26,7 @@ enum class KvFormat : std::uint8_t {
   mlx_int8,  // MLX affine: 8-bit codes, a scale and a bias per `quant_group` values
   mlx_int4,  // MLX affine: 4-bit codes, two per byte, low nibble first
   q8_0,      // GGML: blocks of 32 values, one f16 scale and 32 int8
-  q4_0,      // GGML: blocks of 32 values, one f16 scale and 16 bytes, value i in the low nibble of byte i, i + 16 in the high
+  q4_0,  // GGML: blocks of 32 values, one f16 scale and 16 bytes, value i in the low nibble of byte i, i + 16 in the high
 };
 
 /// A mask given as an array, on top of `Problem::causal` and `Problem::window`.
@@ -39,9 +39,9 @@ enum class MaskKind : std::uint8_t {
 
 /// Where the tokens of K and V are.
 enum class KvLayout : std::uint8_t {
-  strided,     // any strides between sequences, heads and tokens: BHSD, BSHD, slices, expanded heads
-  paged_nhd,   // pages of [page_size, num_kv_heads, head_dim], found through a block table
-  paged_hnd,   // pages of [num_kv_heads, page_size, head_dim]
+  strided,    // any strides between sequences, heads and tokens: BHSD, BSHD, slices, expanded heads
+  paged_nhd,  // pages of [page_size, num_kv_heads, head_dim], found through a block table
+  paged_hnd,  // pages of [num_kv_heads, page_size, head_dim]
 };
 
 enum class Backend : std::uint8_t { cpu, cuda, metal };

@@ -21,8 +21,11 @@ void merge(const MergeInputs& in, float* out, std::int64_t out_row_stride, float
   require_at_least("head_dim_v", in.head_dim_v, 1);
   if (in.num_rows == 0) return;
   if (in.o == nullptr || in.lse == nullptr || out == nullptr) {
-    core::refuse(ErrorCode::InvalidArgument, in.o == nullptr ? "o" : in.lse == nullptr ? "lse" : "out", "null",
-                 "a pointer");
+    core::refuse(ErrorCode::InvalidArgument,
+                 in.o == nullptr     ? "o"
+                 : in.lse == nullptr ? "lse"
+                                     : "out",
+                 "null", "a pointer");
   }
   for (std::int64_t row = 0; row < in.num_rows; ++row) {
     const float* row_lse = in.lse + row * in.lse_row_stride;

@@ -45,8 +45,8 @@ std::size_t Plan::workspace_bytes() const noexcept { return data_->workspace.tot
 
 std::int64_t Plan::max_kv_bytes() const noexcept {
   const Problem& p = data_->problem;
-  const std::int64_t token_bytes = format_bytes(p.k_format, p.head_dim_qk) +
-                                   (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
+  const std::int64_t token_bytes =
+      format_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
   // Saturates: the largest legal problem exceeds 64 bits of bytes.
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(p.num_seqs * p.num_kv_heads, p.max_kv_len, &bytes) ||

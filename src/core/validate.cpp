@@ -24,9 +24,9 @@ void require_range(const char* name, std::int64_t value, std::int64_t low, std::
 bool is_mlx(KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; }
 
 void require_whole_blocks(const char* name, KvFormat format, std::int64_t dim, std::int64_t quant_group) {
-  const std::int64_t block = is_mlx(format)                                                ? quant_group
+  const std::int64_t block = is_mlx(format)                                         ? quant_group
                              : format == KvFormat::q8_0 || format == KvFormat::q4_0 ? kGgmlBlock
-                                                                                           : 1;
+                                                                                    : 1;
   if (dim % block != 0) {
     refuse(ErrorCode::InvalidArgument, name, std::to_string(dim),
            "a multiple of " + std::to_string(block) + " for format " + std::string(to_string(format)));
@@ -35,7 +35,8 @@ void require_whole_blocks(const char* name, KvFormat format, std::int64_t dim, s
 
 void require_known_enums(const Problem& p) {
   const auto known = [](const char* name, std::string_view text) {
-    if (text == "unknown") refuse(ErrorCode::InvalidArgument, name, "a value outside the enumeration", "its enumerators");
+    if (text == "unknown")
+      refuse(ErrorCode::InvalidArgument, name, "a value outside the enumeration", "its enumerators");
   };
   known("q_dtype", to_string(p.q_dtype));
   known("out_dtype", to_string(p.out_dtype));
@@ -69,7 +70,8 @@ Problem validate(const Problem& problem) {
       refuse(ErrorCode::InvalidArgument, "quant_group", std::to_string(p.quant_group), "32, 64 or 128 for MLX formats");
     }
   } else if (p.quant_group != 0) {
-    refuse(ErrorCode::InvalidArgument, "quant_group", std::to_string(p.quant_group), "0 unless K or V is an MLX format");
+    refuse(ErrorCode::InvalidArgument, "quant_group", std::to_string(p.quant_group),
+           "0 unless K or V is an MLX format");
   }
   require_whole_blocks("head_dim_qk", p.k_format, p.head_dim_qk, p.quant_group);
   require_whole_blocks("head_dim_v", p.v_format, p.head_dim_v, p.quant_group);
@@ -85,7 +87,8 @@ Problem validate(const Problem& problem) {
   }
 
   if (!p.scale) p.scale = 1.0F / std::sqrt(static_cast<float>(p.head_dim_qk));
-  if (!std::isfinite(*p.scale)) refuse(ErrorCode::InvalidArgument, "scale", std::to_string(*p.scale), "a finite number");
+  if (!std::isfinite(*p.scale))
+    refuse(ErrorCode::InvalidArgument, "scale", std::to_string(*p.scale), "a finite number");
   if (!std::isfinite(p.softcap) || p.softcap < 0.0F) {
     refuse(ErrorCode::InvalidArgument, "softcap", std::to_string(p.softcap), "0 (off) or a positive finite number");
   }

@@ -3,8 +3,9 @@
 // Shapes  q [num_rows][head_dim_qk], K [tokens][head_dim_qk], V [tokens][head_dim_v]; result: one partial per row.
 // Work    rows | tile 0 (row_tile rows) | tile 1 | ...      every tile runs inside each token step, so the step's K and V
 //         keys | step 0 (step_tokens)   | step 1 | ...      come from memory once and from the L1 cache for later tiles
-// Steps   [1] load_row_tile      q to float32, times scale*log2(e), packed so that a step reads it in order
-//         [2] score_tokens       rows x tokens accumulators, one transposing reduction per vector of pairs
+// Steps   [1] load_row_tile      q to float32, packed so that a step reads it in order
+//         [2] score_tokens       rows x tokens accumulators, one transposing reduction per vector of pairs, then scale *
+//                                log2(e): scores are base 2
 //         [3] update_softmax     running maximum, exponentials, running sum; o is rescaled only when a maximum grew
 //         [4] accumulate_values  rows x dims accumulators stay in registers for the whole step
 //         [5] store_partial      o / sum and the natural-log lse
@@ -71,22 +72,21 @@ void load_q_pair(const typename S::template Elements<q_format>::Stored* p, typen
 }
 
 template <class S, KvFormat format, KvFormat q_format>
-void load_row(const void* q_row, std::int64_t dims, float scale_log2e, int rows, float* q) {
+void load_row(const void* q_row, std::int64_t dims, int rows, float* q) {
   using Q = typename S::template Elements<q_format>;
   constexpr std::int64_t kPair = 2 * S::width;
   const auto* p = static_cast<const typename Q::Stored*>(q_row);
-  const typename S::Vec scale = S::broadcast(scale_log2e);
   std::int64_t dim = 0;
   for (; dim + kPair <= dims; dim += kPair, q += 2 * rows * S::width) {
     typename S::Vec a;
     typename S::Vec b;
     load_q_pair<S, format, q_format>(p + dim, a, b);
-    S::store(q, S::mul(a, scale));
-    S::store(q + rows * S::width, S::mul(b, scale));
+    S::store(q, a);
+    S::store(q + rows * S::width, b);
   }
   for (; dim < dims; dim += S::width, q += rows * S::width) {
     const bool whole = dim + S::width <= dims;
-    S::store(q, S::mul(whole ? Q::load(p + dim) : load_tail<S, q_format>(p + dim, dims - dim), scale));
+    S::store(q, whole ? Q::load(p + dim) : load_tail<S, q_format>(p + dim, dims - dim));
   }
 }
 
@@ -99,23 +99,48 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
         row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
     const auto load = [&](auto q_format, std::int64_t bytes) {
       load_row<S, format, decltype(q_format)::value>(static_cast<const char*>(task.q) + offset * bytes,
-                                                     task.head_dim_qk, task.scale_log2e, rows, q);
+                                                     task.head_dim_qk, rows, q);
     };
     switch (task.q_dtype) {
-      case DType::f32: load(Constant<KvFormat::f32>{}, 4); break;
-      case DType::f16: load(Constant<KvFormat::f16>{}, 2); break;
-      case DType::bf16: load(Constant<KvFormat::bf16>{}, 2); break;
+      case DType::f32:
+        load(Constant<KvFormat::f32>{}, 4);
+        break;
+      case DType::f16:
+        load(Constant<KvFormat::f16>{}, 2);
+        break;
+      case DType::bf16:
+        load(Constant<KvFormat::bf16>{}, 2);
+        break;
     }
   }
 }
 
 // [2] ------------------------------------------------------------------------------------------------------------------
 
+/// K rows of tokens [token, token + count); past the last token its row again. prefetch_bytes: see score_tokens.
+template <class S, class Stored, int count>
+void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token, std::int64_t num_tokens,
+               std::int64_t row_bytes, std::int64_t prefetch_bytes, const Stored* (&row)[count]) {
+  for (int j = 0; j < count; ++j) {
+    const std::int64_t t = token + j < num_tokens ? token + j : num_tokens - 1;
+    row[j] = k + t * token_stride;
+    if (prefetch_bytes != 0) {
+      const char* ahead = reinterpret_cast<const char*>(row[j]) + prefetch_bytes;
+      for (std::int64_t byte = 0; byte < row_bytes; byte += 64) S::prefetch(ahead + byte);
+    }
+  }
+}
+
+/// The lanes behind the last token of a vector score -inf.
+static inline void hide_padding(float* scores, std::int64_t count, std::int64_t width) {
+  for (std::int64_t i = count; i < round_up(count, width); ++i) scores[i] = -INFINITY;
+}
+
 /// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.
 /// prefetch_bytes > 0: prefetches the K row that lies that far behind each row.
 template <class S, KvFormat format, int rows>
 void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
-                  std::int64_t dims, std::int64_t prefetch_bytes, float* scores) {
+                  std::int64_t dims, float scale_log2e, std::int64_t prefetch_bytes, float* scores) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
   using Stored = typename E::Stored;
@@ -127,14 +152,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
-    for (int j = 0; j < kTokens; ++j) {
-      const std::int64_t t = token + j < num_tokens ? token + j : num_tokens - 1;
-      row[j] = k + t * token_stride;
-      if (prefetch_bytes != 0) {
-        const char* ahead = reinterpret_cast<const char*>(row[j]) + prefetch_bytes;
-        for (std::int64_t byte = 0; byte < row_bytes; byte += 64) S::prefetch(ahead + byte);
-      }
-    }
+    find_rows<S>(k, token_stride, token, num_tokens, row_bytes, prefetch_bytes, row);
     // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
     Vec acc[S::width];
     KVONCE_UNROLL
@@ -199,11 +217,9 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         }
       }
     }
-    S::store(scores + token * kLaneRows, S::sum_lanes(acc));
+    S::store(scores + token * kLaneRows, S::mul(S::sum_lanes(acc), S::broadcast(scale_log2e)));
   }
-  for (std::int64_t i = num_tokens * kLaneRows; i < round_up(num_tokens * kLaneRows, S::width); ++i) {
-    scores[i] = -INFINITY;
-  }
+  hide_padding(scores, num_tokens * kLaneRows, S::width);
 }
 
 // [3] ------------------------------------------------------------------------------------------------------------------
@@ -234,7 +250,8 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
     for (int r = 0; r < rows; ++r) {
       const Vec row_factor = S::broadcast(factors[r]);
       float* o_row = o + r * o_row_floats;
-      for (std::int64_t i = 0; i < o_row_floats; i += S::width) S::store(o_row + i, S::mul(S::load(o_row + i), row_factor));
+      for (std::int64_t i = 0; i < o_row_floats; i += S::width)
+        S::store(o_row + i, S::mul(S::load(o_row + i), row_factor));
     }
   }
   for (std::int64_t i = 0; i < floats; i += S::width) {
@@ -307,8 +324,8 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
   const auto pass = [&](auto vectors) {
     constexpr int kCount = decltype(vectors)::value;
     for (; dim + kCount * S::width <= dims; dim += kCount * S::width) {
-      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, prefetch_bytes,
-                                                o + dim, o_row_floats);
+      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, prefetch_bytes, o + dim,
+                                                o_row_floats);
     }
   };
   if constexpr (kVectors >= 8) pass(Constant<8>{});

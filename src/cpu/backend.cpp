@@ -61,9 +61,12 @@ std::vector<Device> all_devices() {
 const Target* find_target(std::string_view name) {
   const Target* const built[] = {
 #if defined(KVONCE_X86)
-      &avx512_bf16::kTarget, &avx512::kTarget, &avx2::kTarget,
+    &avx512_bf16::kTarget,
+    &avx512::kTarget,
+    &avx2::kTarget,
 #endif
-      &portable::kTarget};
+    &portable::kTarget
+  };
   for (const Target* target : built) {
     if (name == target->name) return target;
   }

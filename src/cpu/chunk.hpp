@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cpu/attend.hpp"
+#include "cpu/attend_dot.hpp"
 #include "cpu/task.hpp"
 
 namespace kvonce::cpu {
@@ -12,7 +13,8 @@ namespace kvonce::cpu {
 template <class S>
 struct TileKernels {
   void (*load_row_tile)(const ChunkTask&, std::int64_t, int, float*);
-  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t, float*);
+  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, float, std::int64_t,
+                       float*);
   void (*update_softmax)(float*, std::int64_t, float*, float*, float*, std::int64_t);
   void (*accumulate_values)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t,
                             std::int64_t, float*, std::int64_t);
@@ -25,17 +27,23 @@ constexpr TileKernels<S> tile_kernels() {
 }
 
 template <class S>
-TileKernels<S> find_kernels(int rows, KvFormat k_format, KvFormat v_format) {
+TileKernels<S> find_kernels(int rows, DType q_dtype, KvFormat k_format, KvFormat v_format) {
   TileKernels<S> kernels{};
-#define KVONCE_ROW_TILE(count)                                                                                  \
-  if constexpr (count <= S::kMaxRowTile) {                                                                      \
-    if (rows == count) {                                                                                        \
-      const TileKernels<S> of_k[] = {tile_kernels<S, count, KvFormat::f32, KvFormat::f32>(),                    \
-                                     tile_kernels<S, count, KvFormat::f16, KvFormat::f16>(),                    \
-                                     tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()};                 \
-      kernels = of_k[static_cast<int>(k_format)];                                                               \
-      kernels.accumulate_values = of_k[static_cast<int>(v_format)].accumulate_values;                           \
-    }                                                                                                           \
+#define KVONCE_ROW_TILE(count)                                                                  \
+  if constexpr (count <= S::kMaxRowTile) {                                                      \
+    if (rows == count) {                                                                        \
+      const TileKernels<S> of_k[] = {tile_kernels<S, count, KvFormat::f32, KvFormat::f32>(),    \
+                                     tile_kernels<S, count, KvFormat::f16, KvFormat::f16>(),    \
+                                     tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()}; \
+      kernels = of_k[static_cast<int>(k_format)];                                               \
+      kernels.accumulate_values = of_k[static_cast<int>(v_format)].accumulate_values;           \
+      if constexpr (S::kHasPairDot) {                                                           \
+        if (q_dtype == DType::bf16 && k_format == KvFormat::bf16) {                             \
+          kernels.load_row_tile = load_row_tile_dot<S>;                                         \
+          kernels.score_tokens = score_tokens_dot<S, count>;                                    \
+        }                                                                                       \
+      }                                                                                         \
+    }                                                                                           \
   }
 #include "shared/instances.def"
   return kernels;
@@ -49,7 +57,9 @@ void store_row(const ChunkTask& task, const float* o, float maximum, float sum, 
     case KvFormat::bf16:
       store_partial<S, KvFormat::bf16>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse);
       break;
-    default: store_partial<S, KvFormat::f32>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse); break;
+    default:
+      store_partial<S, KvFormat::f32>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse);
+      break;
   }
 }
 
@@ -77,10 +87,10 @@ class ChunkRunner {
         maximum_(scores_ + 2 * task.num_rows * task.step_tokens),
         sum_(maximum_ + task.num_rows * kPadFloats),
         small_rows_(static_cast<int>(task.num_rows / num_tiles_)),
-        one_row_(find_kernels<S>(1, task.k_format, task.v_format)),
-        small_(find_kernels<S>(small_rows_, task.k_format, task.v_format)),
-        large_(find_kernels<S>(task.num_rows % num_tiles_ == 0 ? small_rows_ : small_rows_ + 1, task.k_format,
-                               task.v_format)) {}
+        one_row_(find_kernels<S>(1, task.q_dtype, task.k_format, task.v_format)),
+        small_(find_kernels<S>(small_rows_, task.q_dtype, task.k_format, task.v_format)),
+        large_(find_kernels<S>(task.num_rows % num_tiles_ == 0 ? small_rows_ : small_rows_ + 1, task.q_dtype,
+                               task.k_format, task.v_format)) {}
 
   void run() {
     for (int i = 0; i < num_tiles_; ++i) start_tile(i);
@@ -111,7 +121,9 @@ class ChunkRunner {
                                  task_.window);
   }
 
-  [[nodiscard]] const TileKernels<S>& kernels(const RowTile& t) const { return t.rows == small_rows_ ? small_ : large_; }
+  [[nodiscard]] const TileKernels<S>& kernels(const RowTile& t) const {
+    return t.rows == small_rows_ ? small_ : large_;
+  }
 
   [[nodiscard]] float* q_of(int i) const { return q_ + tile_begin(i) * qk_floats_; }
   [[nodiscard]] float* o_of(int i) const { return o_ + tile_begin(i) * o_floats_; }
@@ -154,7 +166,7 @@ class ChunkRunner {
     if (!touches(t, tokens)) return;
     const std::int64_t count = tokens.end - tokens.begin;
     kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
-                         prefetch_bytes(i, task_.k_token_stride, task_.k_format), scores_of(i));
+                            task_.scale_log2e, prefetch_bytes(i, task_.k_token_stride, task_.k_format), scores_of(i));
     if (!is_whole(t, tokens)) hide_scores(t, tokens, scores_of(i));
     kernels(t).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
   }
@@ -173,8 +185,8 @@ class ChunkRunner {
     if (!touches(t, tokens)) return;
     if (is_whole(t, tokens)) {
       kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
-                             lane_rows(t.rows), task_.head_dim_v,
-                             prefetch_bytes(i, task_.v_token_stride, task_.v_format), o_of(i), o_floats_);
+                                   lane_rows(t.rows), task_.head_dim_v,
+                                   prefetch_bytes(i, task_.v_token_stride, task_.v_format), o_of(i), o_floats_);
       return;
     }
     for (int r = 0; r < t.rows; ++r) {
@@ -183,8 +195,8 @@ class ChunkRunner {
       if (seen.end > tokens.end) seen.end = tokens.end;
       if (seen.begin >= seen.end) continue;
       one_row_.accumulate_values(v_at(seen.begin), task_.v_token_stride, seen.end - seen.begin,
-                                scores_of(i) + (seen.begin - tokens.begin) * lane_rows(t.rows) + r, lane_rows(t.rows),
-                                task_.head_dim_v, 0, o_of(i) + r * o_floats_, o_floats_);
+                                 scores_of(i) + (seen.begin - tokens.begin) * lane_rows(t.rows) + r, lane_rows(t.rows),
+                                 task_.head_dim_v, 0, o_of(i) + r * o_floats_, o_floats_);
     }
   }
 

@@ -48,7 +48,8 @@ std::string processor_name() {
   unsigned words[12] = {};
   bool known = true;
   for (unsigned i = 0; i < 3; ++i) {
-    known = known && __get_cpuid(0x80000002U + i, &words[4 * i], &words[4 * i + 1], &words[4 * i + 2], &words[4 * i + 3]) != 0;
+    known = known &&
+            __get_cpuid(0x80000002U + i, &words[4 * i], &words[4 * i + 1], &words[4 * i + 2], &words[4 * i + 3]) != 0;
   }
   if (known) {
     char text[sizeof words + 1] = {};

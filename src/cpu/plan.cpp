@@ -99,7 +99,8 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   }
   if (policy.prefetch_tokens < 0) policy.prefetch_tokens = policy.step_tokens;
   if (policy.prefetch_tokens > 65536) {
-    core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_tokens", std::to_string(policy.prefetch_tokens), "0 to 65536");
+    core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_tokens", std::to_string(policy.prefetch_tokens),
+                 "0 to 65536");
   }
 }
 
@@ -165,11 +166,13 @@ std::string kernel_id(const Problem& p, const Target& target, std::int64_t row_t
 void plan(core::PlanData& data, const PlanOptions& options) {
   const Target* target = find_target(data.device.target);
   if (target == nullptr) {
-    throw Error(ErrorCode::Unavailable, "device.target: got '" + data.device.target + "', which this build does not have");
+    throw Error(ErrorCode::Unavailable,
+                "device.target: got '" + data.device.target + "', which this build does not have");
   }
   const Problem& p = data.problem;
   require_served(p);
-  require(!options.earlier_kv_ready, "earlier_kv_ready", "leave it false: the cpu backend has no launch order to relax");
+  require(!options.earlier_kv_ready, "earlier_kv_ready",
+          "leave it false: the cpu backend has no launch order to relax");
   decide_policy(data, *target, options.policy);
   data.row_blocks = std::max<std::int64_t>(1, shared::ceil_div(data.rows_per_stream, data.policy.rows_per_worker));
   data.max_chunks = std::max<std::int64_t>(1, shared::ceil_div(p.max_kv_len, data.policy.chunk_tokens));

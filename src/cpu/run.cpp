@@ -64,8 +64,12 @@ class Call {
   };
 
   [[nodiscard]] std::int64_t num_items() const { return item_starts_[p_.num_seqs]; }
-  [[nodiscard]] std::int64_t kv_len(std::int64_t seq) const { return in_.kv_lens != nullptr ? in_.kv_lens[seq] : p_.max_kv_len; }
-  [[nodiscard]] std::int64_t kv_start(std::int64_t seq) const { return in_.kv_starts != nullptr ? in_.kv_starts[seq] : 0; }
+  [[nodiscard]] std::int64_t kv_len(std::int64_t seq) const {
+    return in_.kv_lens != nullptr ? in_.kv_lens[seq] : p_.max_kv_len;
+  }
+  [[nodiscard]] std::int64_t kv_start(std::int64_t seq) const {
+    return in_.kv_starts != nullptr ? in_.kv_starts[seq] : 0;
+  }
 
   /// Keys that query tokens [first, last] of a sequence see between them.
   [[nodiscard]] shared::TokenRange seen(std::int64_t seq, std::int64_t first, std::int64_t last) const {
@@ -153,8 +157,7 @@ class Call {
     t.kv_start = kv_start(item.seq);
     t.window = p_.window;
     t.causal = p_.causal;
-    const shared::TokenRange keys =
-        seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
+    const shared::TokenRange keys = seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
     const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
     t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
     t.row_tile = data_.policy.row_tile;
@@ -220,7 +223,8 @@ void run(const core::PlanData& data, const Inputs& inputs, const Outputs& output
         context.parallel_for_host, workers,
         [](void* c, std::int64_t slot) { static_cast<Call*>(c)->work(static_cast<int>(slot)); }, &call);
   } else {
-    Pool::shared().run(workers, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
+    Pool::shared().run(
+        workers, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
   }
 }
 

@@ -47,9 +47,9 @@ struct ChunkTask {
   std::int64_t prefetch_tokens;
   float* scratch;  // scratch_floats() floats, 64-byte aligned, private to the worker
 
-  float* partial_o;                // row r at partial_o + r * partial_row_stride: [round_up(head_dim_v, kPadFloats)]
+  float* partial_o;  // row r at partial_o + r * partial_row_stride: [round_up(head_dim_v, kPadFloats)]
   std::int64_t partial_row_stride;
-  float* partial_lse;              // row r at partial_lse + r * lse_row_stride
+  float* partial_lse;  // row r at partial_lse + r * lse_row_stride
   std::int64_t lse_row_stride;
 };
 
@@ -75,10 +75,10 @@ struct MergeTask {
 
 /// Worker scratch: packed q, o, scores, running maximum and sum of every row tile.
 static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
-                                      std::int64_t step_tokens) {
+                                             std::int64_t step_tokens) {
   // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
-  return rows * (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
-                 2 * kPadFloats);
+  return rows *
+         (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens + 2 * kPadFloats);
 }
 
 /// One instruction set's code.

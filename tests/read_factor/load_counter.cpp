@@ -51,7 +51,7 @@ extern "C" {
   void __tsan_read##size(void* address) { kvonce::test::on_load(address, size); }
 #define KVONCE_UNALIGNED_READ_HOOK(size) \
   void __tsan_unaligned_read##size(void* address) { kvonce::test::on_load(address, size); }
-#define KVONCE_WRITE_HOOK(size) \
+#define KVONCE_WRITE_HOOK(size)     \
   void __tsan_write##size(void*) {} \
   void __tsan_unaligned_write##size(void*) {}
 KVONCE_READ_HOOK(1)

@@ -16,6 +16,7 @@ struct Simd {
   static constexpr int width = 8;
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
+  static constexpr bool kHasPairDot = false;
   using Vec = __m256;
 
   static Vec zero() { return _mm256_setzero_ps(); }
@@ -50,9 +51,7 @@ struct Simd {
   }
 
   /// Adds neighbouring lanes: [a0+a1, a2+a3, b0+b1, b2+b3] in each half.
-  static Vec add_pairs(Vec a, Vec b) {
-    return add(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD));
-  }
+  static Vec add_pairs(Vec a, Vec b) { return add(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD)); }
 
   static Vec sum_lanes(const Vec (&v)[width]) {
     const Vec low = add_pairs(add_pairs(v[0], v[1]), add_pairs(v[2], v[3]));

@@ -9,6 +9,7 @@
 #include "kvonce/types.hpp"
 
 #define KVONCE_TARGET_NAME "avx512"
+#define KVONCE_TARGET_HAS_PAIR_DOT 0
 
 namespace kvonce::cpu::avx512 {
 
@@ -17,3 +18,4 @@ namespace kvonce::cpu::avx512 {
 }  // namespace kvonce::cpu::avx512
 
 #undef KVONCE_TARGET_NAME
+#undef KVONCE_TARGET_HAS_PAIR_DOT

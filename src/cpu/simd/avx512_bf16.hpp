@@ -9,6 +9,7 @@
 #include "kvonce/types.hpp"
 
 #define KVONCE_TARGET_NAME "avx512_bf16"
+#define KVONCE_TARGET_HAS_PAIR_DOT 1
 
 namespace kvonce::cpu::avx512_bf16 {
 
@@ -17,3 +18,4 @@ namespace kvonce::cpu::avx512_bf16 {
 }  // namespace kvonce::cpu::avx512_bf16
 
 #undef KVONCE_TARGET_NAME
+#undef KVONCE_TARGET_HAS_PAIR_DOT

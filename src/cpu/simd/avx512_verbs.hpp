@@ -6,6 +6,7 @@ struct Simd {
   static constexpr int width = 16;
   static constexpr int kMaxRowTile = 8;
   static constexpr int kRegisters = 32;
+  static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   using Vec = __m512;
 
   static Vec zero() { return _mm512_setzero_ps(); }
@@ -18,6 +19,19 @@ struct Simd {
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static void pin(Vec& v) { asm("" : "+v"(v)); }
+#if KVONCE_TARGET_HAS_PAIR_DOT
+  /// Lane l: acc + a[2l] * b[2l] + a[2l + 1] * b[2l + 1] over 32 bf16 values; flushes denormal inputs to zero.
+  using Pairs = __m512i;
+  static Pairs load_pairs(const std::uint16_t* p) { return _mm512_loadu_si512(p); }
+  static Pairs load_half_pairs(const std::uint16_t* p) {
+    return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void pin(Pairs& v) { asm("" : "+v"(v)); }
+  static Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
+    return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+#endif
+
   static bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
   static Vec exp2(Vec x) {

@@ -2,6 +2,7 @@
 //
 // Every simd/*.hpp gives a struct with these verbs, so that attend.hpp and merge.hpp are written once:
 //   width, kMaxRowTile, kRegisters     floats per vector; most rows of a tile; vector registers
+//   kHasPairDot                        dot_pairs(acc, a, b) exists: products of bf16 pairs added to float32 lanes
 //   zero broadcast load store          float32 vectors, any alignment
 //   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max returns its second operand when either is NaN
 //   pin                                the value stays in a register: gcc otherwise folds a load into each of its uses,
@@ -29,6 +30,7 @@ struct Simd {
   static constexpr int width = 4;
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
+  static constexpr bool kHasPairDot = false;
   typedef float Vec __attribute__((vector_size(16)));
   typedef std::int32_t IntVec __attribute__((vector_size(16)));
 

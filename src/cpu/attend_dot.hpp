@@ -1,0 +1,91 @@
+// Step [2] for bf16 q and K on targets that multiply bf16 pairs: half the multiply instructions, no conversion. q keeps
+// its stored bits, so the products are exact; denormal inputs count as zero. Float32 or f16 q takes attend.hpp's path:
+// rounding it to bf16 would cost more accuracy than the output format has.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/attend.hpp"
+
+namespace kvonce::cpu {
+
+/// The last count < 2 * width values of a row, zero-extended: never reads past the row.
+template <class S>
+typename S::Pairs load_pairs_tail(const std::uint16_t* p, std::int64_t count) {
+  if (count == S::width) return S::load_half_pairs(p);
+  std::uint16_t buffer[2 * S::width] = {};
+  for (std::int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+  return S::load_pairs(buffer);
+}
+
+// [1] Packs rows as bf16: values [32 b, 32 b + 32) of row r at block (b * rows + r), zero-extended.
+template <class S>
+void load_row_tile_dot(const ChunkTask& task, std::int64_t first_row, int rows, float* q) {
+  constexpr std::int64_t kBlock = 2 * S::width;
+  for (int r = 0; r < rows; ++r) {
+    const std::int64_t row = first_row + r;
+    const auto* p = static_cast<const std::uint16_t*>(task.q) + row / task.group_size * task.q_token_stride +
+                    row % task.group_size * task.q_head_stride;
+    for (std::int64_t dim = 0; dim < task.head_dim_qk; dim += kBlock) {
+      auto* block = reinterpret_cast<std::uint16_t*>(q + (dim / kBlock * rows + r) * S::width);
+      for (std::int64_t i = 0; i < kBlock; ++i) block[i] = dim + i < task.head_dim_qk ? p[dim + i] : std::uint16_t{0};
+    }
+  }
+}
+
+// [2] As score_tokens of attend.hpp.
+template <class S, int rows>
+void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
+                      std::int64_t dims, float scale_log2e, std::int64_t prefetch_bytes, float* scores) {
+  using Vec = typename S::Vec;
+  using Pairs = typename S::Pairs;
+  constexpr int kLaneRows = lane_rows(rows);
+  constexpr int kTokens = S::width / kLaneRows;
+  constexpr std::int64_t kBlock = 2 * S::width;
+  const auto* k = static_cast<const std::uint16_t*>(k_rows);
+
+  for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
+    const std::uint16_t* row[kTokens];
+    find_rows<S>(k, token_stride, token, num_tokens, dims * 2, prefetch_bytes, row);
+    Vec acc[S::width];
+    KVONCE_UNROLL
+    for (int i = 0; i < S::width; ++i) acc[i] = S::zero();
+    const auto* q_block = reinterpret_cast<const std::uint16_t*>(q);
+    for (std::int64_t dim = 0; dim < dims; dim += kBlock, q_block += rows * kBlock) {
+      const bool whole = dim + kBlock <= dims;
+      const auto load_key = [&](int j) {
+        return whole ? S::load_pairs(row[j] + dim) : load_pairs_tail<S>(row[j] + dim, dims - dim);
+      };
+      if constexpr (rows <= kTokens) {  // few rows: q stays in registers, K passes through
+        Pairs query[rows];
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          query[r] = S::load_pairs(q_block + r * kBlock);
+          S::pin(query[r]);
+        }
+        KVONCE_UNROLL
+        for (int j = 0; j < kTokens; ++j) {
+          const Pairs key = load_key(j);
+          KVONCE_UNROLL
+          for (int r = 0; r < rows; ++r) acc[j * kLaneRows + r] = S::dot_pairs(acc[j * kLaneRows + r], key, query[r]);
+        }
+      } else {
+        Pairs key[kTokens];
+        KVONCE_UNROLL
+        for (int j = 0; j < kTokens; ++j) key[j] = load_key(j);
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          Pairs query = S::load_pairs(q_block + r * kBlock);
+          S::pin(query);
+          KVONCE_UNROLL
+          for (int j = 0; j < kTokens; ++j)
+            acc[j * kLaneRows + r] = S::dot_pairs(acc[j * kLaneRows + r], key[j], query);
+        }
+      }
+    }
+    S::store(scores + token * kLaneRows, S::mul(S::sum_lanes(acc), S::broadcast(scale_log2e)));
+  }
+  hide_padding(scores, num_tokens * kLaneRows, S::width);
+}
+
+}  // namespace kvonce::cpu
