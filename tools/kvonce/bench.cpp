@@ -6,9 +6,10 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <memory>
+#include <sstream>
 
 #include "bench/seed_cases.hpp"
 #include "kvonce/bench_arms.hpp"
@@ -56,10 +57,12 @@ std::vector<CaseSpec> parse_case_lines(std::string_view text, const std::string&
 }
 
 std::string read_file(const std::string& path) {
+  std::ostringstream text;
+  std::error_code error;
   std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file.is_open() || file.bad()) refuse(fmt::format("--cases: '{}' cannot be read", path));
-  return text;
+  if (file && !std::filesystem::is_directory(path, error)) text << file.rdbuf();
+  if (!file || std::filesystem::is_directory(path, error)) refuse(fmt::format("--cases: '{}' cannot be read", path));
+  return text.str();
 }
 
 std::vector<CaseSpec> choose_cases(const BenchOptions& options) {
@@ -88,14 +91,19 @@ std::vector<std::string> choose_arms(const std::vector<std::string>& wanted) {
   return arms;
 }
 
-// Opened before the work starts: a path that cannot be written is known at once.
-std::ofstream open_output(const std::string& option, const std::string& path) {
-  std::ofstream file(path, std::ios::binary);
-  if (!file) refuse(fmt::format("{}: '{}' cannot be written", option, path));
-  return file;
+// Known before the work starts, and without leaving a file behind when the work then fails.
+void require_writable(const std::string& option, const std::string& path) {
+  namespace fs = std::filesystem;
+  const fs::path parent = fs::path(path).has_parent_path() ? fs::path(path).parent_path() : fs::path(".");
+  std::error_code ignored;
+  const bool is_file = fs::exists(path, ignored) && !fs::is_directory(path, ignored);
+  const bool writable = is_file ? ::access(path.c_str(), W_OK) == 0
+                                : !fs::exists(path, ignored) && ::access(parent.c_str(), W_OK | X_OK) == 0;
+  if (!writable) refuse(fmt::format("{}: '{}' cannot be written", option, path));
 }
 
-void write_output(std::ofstream& file, const std::string& option, const std::string& path, const std::string& text) {
+void write_output(const std::string& option, const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
   file << text;
   file.close();
   if (!file) refuse(fmt::format("{}: '{}' cannot be written", option, path));
@@ -111,18 +119,14 @@ int run(const BenchOptions& options) {
   settings.dtype = *dtype;
   settings.device = choose_device(options.device);
   settings.plan = plan_options(options.device);
-  std::ofstream out_file;
-  std::ofstream svg_file;
-  if (!options.out_path.empty()) out_file = open_output("--out", options.out_path);
-  if (!options.svg_path.empty()) svg_file = open_output("--svg", options.svg_path);
+  if (!options.out_path.empty()) require_writable("--out", options.out_path);
+  if (!options.svg_path.empty()) require_writable("--svg", options.svg_path);
 
   const BenchOutcome outcome = run_bench(settings);
   const bool compact = !options.format && ::isatty(STDOUT_FILENO) == 1;
   print(compact ? render_compact(outcome.report) : render(outcome.report, options.format.value_or(Format::md)));
-  if (out_file.is_open()) {
-    write_output(out_file, "--out", options.out_path, render(outcome.report, Format::json));
-  }
-  if (svg_file.is_open()) write_output(svg_file, "--svg", options.svg_path, render_svg(outcome.report));
+  if (!options.out_path.empty()) write_output("--out", options.out_path, render(outcome.report, Format::json));
+  if (!options.svg_path.empty()) write_output("--svg", options.svg_path, render_svg(outcome.report));
   for (const std::string& sentence : outcome.wrong) fmt::print(stderr, "kvonce bench: {}\n", sentence);
   return outcome.wrong.empty() ? 0 : 1;
 }
