@@ -181,9 +181,12 @@ def capture(options):
 
 def read_f32(path, name):
     """One F32 tensor of a safetensors file as an array of floats, with the standard library only."""
-    data = pathlib.Path(path).read_bytes()
-    header_bytes = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_bytes])
+    try:
+        data = pathlib.Path(path).read_bytes()
+        header_bytes = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + header_bytes])
+    except (OSError, ValueError) as error:
+        fail(f"--compare: {path} cannot be read: {error}")
     if name not in header or header[name]["dtype"] != "F32":
         fail(f"--compare: {path} has no F32 tensor '{name}'")
     begin, end = (8 + header_bytes + offset for offset in header[name]["data_offsets"])
