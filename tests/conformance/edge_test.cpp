@@ -82,9 +82,8 @@ TEST_P(EdgeTest, HugeAndTinyValuesOfV) {
 }
 
 TEST_P(EdgeTest, LongContexts) {
-  const bool quick = level_from_environment() == Level::quick;
   for (const std::int32_t kv_len : {16383, 16384, 16385, 32767, 32768, 32769, 65535, 65536, 65537, 131073}) {
-    if (quick && kv_len > 20000) continue;
+    if (quick() && kv_len > 20000) continue;
     CaseSpec spec = typical(1, KvFormat::f16, 64, 2, 1);
     spec.problem.num_seqs = 1;
     spec.problem.max_kv_len = kv_len + 1;

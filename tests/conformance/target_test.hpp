@@ -17,6 +17,8 @@ class TargetTest : public testing::TestWithParam<Device> {
   }
 
   [[nodiscard]] static const Device& device() { return GetParam(); }
+  /// KVONCE_QUICK=1: fewer repeats, for sanitizer builds.
+  [[nodiscard]] static bool quick() { return level_from_environment() == Level::quick; }
 
   /// Plans and runs the case; its results in logical order, for bitwise comparison.
   [[nodiscard]] static std::vector<unsigned char> result_bytes(const CaseSpec& spec, const Context& context = {}) {
