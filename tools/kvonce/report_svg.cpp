@@ -138,13 +138,15 @@ std::string draw_group(const std::vector<const BenchRow*>& group, double left, d
   for (const auto& [row, color] : bars) {
     const double height = row->gbps * scale;
     svg += rect(x + 1, base - height, bar_width - 2, height, color);
-    svg += text_at(x + bar_width / 2, base - height - 4, "middle", "value", fmt::format("{:.1f}", row->gbps));
+    const bool inside = height > 18;  // the figure stays clear of the read line's
+    svg += text_at(x + bar_width / 2, base - height + (inside ? 11 : -4), "middle", inside ? "inside" : "value",
+                   fmt::format("{:.1f}", row->gbps));
     x += bar_width;
   }
   if (read != nullptr) {
     const double y = base - read->gbps * scale;
     svg += line(left + width * 0.04, y, left + width * 0.96, y, kReadColor, 2);
-    svg += text_at(left + width * 0.96, y - 4, "end", "read", fmt::format("{:.1f}", read->gbps));
+    svg += text_at(left + width * 0.04, y - 4, "start", "read", fmt::format("{:.1f}", read->gbps));
   }
   return svg + text_at(left + width / 2, base + 16, "middle", "label", short_tokens(group.front()->kv_len));
 }
@@ -198,7 +200,7 @@ std::string render_svg(const BenchReport& report) {
       "role=\"img\" aria-label=\"Decode attention bandwidth by arm\">\n"
       "<style>text{{font-family:Helvetica,Arial,sans-serif;fill:#222222}}.head{{font-size:15px;font-weight:bold}}"
       ".title{{font-size:13px;font-weight:bold}}.label{{font-size:11px;fill:#555555}}.value{{font-size:9px}}"
-      ".read{{font-size:9px;fill:{2}}}</style>\n",
+      ".inside{{font-size:9px;fill:#ffffff}}.read{{font-size:9px;fill:{2}}}</style>\n",
       width, height, kReadColor);
   svg += rect(0, 0, width, height, "#ffffff");
   svg += text_at(16, 26, "start", "head",
