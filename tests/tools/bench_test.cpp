@@ -8,9 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "baselines/baselines.hpp"
 #include "core/reference.hpp"
-#include "kvonce/bench_arms.hpp"
+#include "kvonce/bench_arms.hpp"  // brings the baselines
 #include "kvonce/bench_buffer.hpp"
 #include "kvonce/kvonce.hpp"
 #include "kvonce/report.hpp"
