@@ -287,7 +287,7 @@ void CaseTensors::make_cache(bool is_k) {
       }
     }
   }
-  (is_k ? inputs_.k : inputs_.v) = {buffer.data(), shape.outer_stride, shape.head_stride, shape.token_stride};
+  (is_k ? inputs_.k : inputs_.v) = TensorView{buffer.data(), shape.outer_stride, shape.head_stride, shape.token_stride};
   if (scales.data() != nullptr) (is_k ? inputs_.k_scales : inputs_.v_scales) = scales.data();
   if (biases.data() != nullptr) (is_k ? inputs_.k_biases : inputs_.v_biases) = biases.data();
 }
