@@ -23,6 +23,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cpu/prefetch.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "cpu/task.hpp"
 #include "shared/numeric.h"
@@ -117,17 +118,12 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
 
 // [2] ------------------------------------------------------------------------------------------------------------------
 
-/// K rows of tokens [token, token + count); past the last token its row again. prefetch_bytes: see score_tokens.
-template <class S, class Stored, int count>
+/// K rows of tokens [token, token + count); past the last token its row again.
+template <class Stored, int count>
 void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token, std::int64_t num_tokens,
-               std::int64_t row_bytes, std::int64_t prefetch_bytes, const Stored* (&row)[count]) {
+               const Stored* (&row)[count]) {
   for (int j = 0; j < count; ++j) {
-    const std::int64_t t = token + j < num_tokens ? token + j : num_tokens - 1;
-    row[j] = k + t * token_stride;
-    if (prefetch_bytes != 0) {
-      const char* ahead = reinterpret_cast<const char*>(row[j]) + prefetch_bytes;
-      for (std::int64_t byte = 0; byte < row_bytes; byte += 64) S::prefetch(ahead + byte);
-    }
+    row[j] = k + (token + j < num_tokens ? token + j : num_tokens - 1) * token_stride;
   }
 }
 
@@ -137,10 +133,10 @@ static inline void hide_padding(float* scores, std::int64_t count, std::int64_t 
 }
 
 /// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.
-/// prefetch_bytes > 0: prefetches the K row that lies that far behind each row.
+/// Asks `ahead` for one row per token.
 template <class S, KvFormat format, int rows>
 void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
-                  std::int64_t dims, float scale_log2e, std::int64_t prefetch_bytes, float* scores) {
+                  std::int64_t dims, float scale_log2e, RowPrefetcher<S>& ahead, float* scores) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
   using Stored = typename E::Stored;
@@ -148,11 +144,11 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
   constexpr int kTokens = S::width / kLaneRows;
   constexpr std::int64_t kPair = 2 * S::width;
   const auto* k = static_cast<const Stored*>(k_rows);
-  const std::int64_t row_bytes = dims * static_cast<std::int64_t>(sizeof(Stored));
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
-    find_rows<S>(k, token_stride, token, num_tokens, row_bytes, prefetch_bytes, row);
+    find_rows(k, token_stride, token, num_tokens, row);
+    for (int j = 0; j < kTokens; ++j) ahead.fetch_row();
     // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
     Vec acc[S::width];
     KVONCE_UNROLL
@@ -267,11 +263,11 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
 /// o[r][dim .. dim + vectors * width) += p[t][r] * V[t][dim ..] over the step, accumulators in registers throughout.
 template <class S, KvFormat format, int rows, int vectors>
 void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t token_stride,
-                      std::int64_t num_tokens, const float* p, std::int64_t p_stride, std::int64_t prefetch_bytes,
-                      float* o, std::int64_t o_row_floats) {
+                      std::int64_t num_tokens, const float* p, std::int64_t p_stride, std::int64_t num_passes,
+                      RowPrefetcher<S>& ahead, float* o, std::int64_t o_row_floats) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
-  constexpr std::int64_t kBlockBytes = vectors * S::width * static_cast<std::int64_t>(sizeof(typename E::Stored));
+  std::int64_t until_fetch = 0;  // the step's passes share its rows: one row every num_passes tokens
   Vec acc[rows][vectors];
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {
@@ -279,10 +275,11 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + r * o_row_floats + i * S::width);
   }
   for (std::int64_t t = 0; t < num_tokens; ++t, v += token_stride, p += p_stride) {
-    if (prefetch_bytes != 0) {
-      const char* ahead = reinterpret_cast<const char*>(v) + prefetch_bytes;
-      for (std::int64_t byte = 0; byte < kBlockBytes; byte += 64) S::prefetch(ahead + byte);
+    if (until_fetch == 0) {
+      ahead.fetch_row();
+      until_fetch = num_passes;
     }
+    --until_fetch;
     Vec value[vectors];
     if constexpr (vectors == 1) {
       value[0] = E::load(v);
@@ -315,17 +312,18 @@ constexpr int value_vectors(int rows) {
 
 template <class S, KvFormat format, int rows>
 void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* p,
-                       std::int64_t p_stride, std::int64_t dims, std::int64_t prefetch_bytes, float* o,
+                       std::int64_t p_stride, std::int64_t dims, RowPrefetcher<S>& ahead, float* o,
                        std::int64_t o_row_floats) {
   using E = typename S::template Elements<format>;
   constexpr int kVectors = value_vectors<S>(rows);
   const auto* v = static_cast<const typename E::Stored*>(v_rows);
+  const std::int64_t num_passes = shared::ceil_div(dims, kVectors * S::width);
   std::int64_t dim = 0;
   const auto pass = [&](auto vectors) {
     constexpr int kCount = decltype(vectors)::value;
     for (; dim + kCount * S::width <= dims; dim += kCount * S::width) {
-      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, prefetch_bytes, o + dim,
-                                                o_row_floats);
+      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, num_passes, ahead,
+                                                o + dim, o_row_floats);
     }
   };
   if constexpr (kVectors >= 8) pass(Constant<8>{});

@@ -13,11 +13,11 @@ namespace kvonce::cpu {
 template <class S>
 struct TileKernels {
   void (*load_row_tile)(const ChunkTask&, std::int64_t, int, float*);
-  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, float, std::int64_t,
+  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, float, RowPrefetcher<S>&,
                        float*);
   void (*update_softmax)(float*, std::int64_t, float*, float*, float*, std::int64_t);
   void (*accumulate_values)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t,
-                            std::int64_t, float*, std::int64_t);
+                            RowPrefetcher<S>&, float*, std::int64_t);
 };
 
 template <class S, int rows, KvFormat k_format, KvFormat v_format>
@@ -138,9 +138,13 @@ class ChunkRunner {
     return static_cast<const char*>(task_.v) + token * task_.v_token_stride * bytes_of(task_.v_format);
   }
 
-  /// Only the first tile of a step touches memory that is not in the cache yet.
-  [[nodiscard]] std::int64_t prefetch_bytes(int i, std::int64_t token_stride, KvFormat format) const {
-    return i == 0 ? task_.prefetch_tokens * token_stride * bytes_of(format) : 0;
+  /// Rows of K or V that lie prefetch_tokens behind `tokens`. Only the first tile of a step waits for memory.
+  [[nodiscard]] RowPrefetcher<S> rows_ahead(int i, const shared::TokenRange& tokens, const void* data,
+                                            std::int64_t token_stride, KvFormat format, std::int64_t dims) const {
+    if (i != 0 || task_.prefetch_tokens == 0) return {};
+    const std::int64_t stride_bytes = token_stride * bytes_of(format);
+    return {static_cast<const char*>(data) + (tokens.begin + task_.prefetch_tokens) * stride_bytes, stride_bytes,
+            dims * bytes_of(format), tokens.end - tokens.begin, task_.prefetch_tokens};
   }
 
   void start_tile(int i) {
@@ -165,8 +169,9 @@ class ChunkRunner {
     const RowTile t = tile(i);
     if (!touches(t, tokens)) return;
     const std::int64_t count = tokens.end - tokens.begin;
+    RowPrefetcher<S> ahead = rows_ahead(i, tokens, task_.k, task_.k_token_stride, task_.k_format, task_.head_dim_qk);
     kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
-                            task_.scale_log2e, prefetch_bytes(i, task_.k_token_stride, task_.k_format), scores_of(i));
+                            task_.scale_log2e, ahead, scores_of(i));
     if (!is_whole(t, tokens)) hide_scores(t, tokens, scores_of(i));
     kernels(t).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
   }
@@ -184,11 +189,14 @@ class ChunkRunner {
     const RowTile t = tile(i);
     if (!touches(t, tokens)) return;
     if (is_whole(t, tokens)) {
+      // V that is a view of K was fetched with K.
+      RowPrefetcher<S> ahead = rows_ahead(task_.v == task_.k ? -1 : i, tokens, task_.v, task_.v_token_stride,
+                                          task_.v_format, task_.head_dim_v);
       kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
-                                   lane_rows(t.rows), task_.head_dim_v,
-                                   prefetch_bytes(i, task_.v_token_stride, task_.v_format), o_of(i), o_floats_);
+                                   lane_rows(t.rows), task_.head_dim_v, ahead, o_of(i), o_floats_);
       return;
     }
+    RowPrefetcher<S> none;
     for (int r = 0; r < t.rows; ++r) {
       shared::TokenRange seen = visible(t.first_row + r);
       if (seen.begin < tokens.begin) seen.begin = tokens.begin;
@@ -196,7 +204,7 @@ class ChunkRunner {
       if (seen.begin >= seen.end) continue;
       one_row_.accumulate_values(v_at(seen.begin), task_.v_token_stride, seen.end - seen.begin,
                                  scores_of(i) + (seen.begin - tokens.begin) * lane_rows(t.rows) + r, lane_rows(t.rows),
-                                 task_.head_dim_v, 0, o_of(i) + r * o_floats_, o_floats_);
+                                 task_.head_dim_v, none, o_of(i) + r * o_floats_, o_floats_);
     }
   }
 
