@@ -86,6 +86,11 @@ void validate_inputs(const Problem& p, const Inputs& in) {
     require_pointer("k.data", in.k.data, "max_kv_len is positive");
     require_pointer("v.data", in.v.data, "max_kv_len is positive");
   }
+  if (has_keys && p.v_is_k_prefix &&
+      (in.v.data != in.k.data || in.v.seq_stride != in.k.seq_stride || in.v.head_stride != in.k.head_stride ||
+       in.v.token_stride != in.k.token_stride)) {
+    refuse(ErrorCode::InvalidArgument, "v", "a tensor other than k", "k itself, as the problem sets v_is_k_prefix");
+  }
   require_announced("mask", in.mask, p.mask != MaskKind::none && has_keys, "mask");
   require_announced("sinks", in.sinks, p.has_sinks, "has_sinks");
   require_announced("alibi_slopes", in.alibi_slopes, p.has_alibi, "has_alibi");

@@ -91,7 +91,7 @@ class Call {
   void number_items() {
     const std::int64_t streams = p_.num_kv_heads * data_.row_blocks;
     const std::int64_t token_bytes =
-        format_bytes(p_.k_format, p_.head_dim_qk) + format_bytes(p_.v_format, p_.head_dim_v);
+        format_bytes(p_.k_format, p_.head_dim_qk) + (p_.v_is_k_prefix ? 0 : format_bytes(p_.v_format, p_.head_dim_v));
     std::int64_t items = 0;
     for (std::int64_t seq = 0; seq < p_.num_seqs; ++seq) {
       const shared::TokenRange chunks = chunks_of(seq);
