@@ -2,9 +2,13 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
 
+#include "baselines/baselines.hpp"
+#include "kvonce/bench_buffer.hpp"
 #include "kvonce/case_string.hpp"
 #include "kvonce/commands.hpp"
 #include "kvonce/device_options.hpp"
@@ -40,6 +44,25 @@ DType plain_dtype(const std::string& name) {
   throw Error(ErrorCode::InvalidArgument, fmt::format("--q-dtype: must be f32, f16 or bf16, got '{}'", name));
 }
 
+// Streams 256 MB, or four times the last-level cache, with each of the target's read loops. About half a second.
+double measure_read_gbps(const Device& device) {
+  constexpr int kRounds = 3;
+  const bench::Team team{device.num_threads};
+  const std::int64_t bytes = std::max<std::int64_t>(256LL << 20, 4 * device.l3_bytes);
+  BenchBuffer buffer;
+  buffer.prepare(bytes, KvFormat::f16, team);
+  double best_s = 0.0;
+  for (int round = 0; round < kRounds; ++round) {
+    for (const bench::ReadLoop& loop : bench::target_kernels(device.target).read_loops) {
+      const auto start = std::chrono::steady_clock::now();
+      bench::run_read(loop, buffer.data(), bytes, team);
+      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      if (best_s == 0.0 || seconds < best_s) best_s = seconds;
+    }
+  }
+  return static_cast<double>(bytes) / best_s * 1e-9;
+}
+
 void run_explain(const ExplainOptions& options) {
   const CaseSpec spec = parse_case(options.case_text);
   const std::optional<KvFormat> format = parse_format(options.dtype);
@@ -52,7 +75,10 @@ void run_explain(const ExplainOptions& options) {
   Problem problem = to_problem(spec, kv_format, q_dtype);
   constexpr std::int64_t kDefaultQuantGroup = 64;
   if (kv_format == KvFormat::mlx_int8 || kv_format == KvFormat::mlx_int4) problem.quant_group = kDefaultQuantGroup;
-  std::string text = make_plan(problem, choose_device(options.device), plan_options(options.device)).explain();
+  Device device = choose_device(options.device);
+  make_plan(problem, device, plan_options(options.device));  // refuses before the measurement
+  device.read_gbps = measure_read_gbps(device);
+  std::string text = make_plan(problem, device, plan_options(options.device)).explain();
   if (!text.ends_with('\n')) text += '\n';
   print(text);
 }
