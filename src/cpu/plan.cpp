@@ -41,8 +41,8 @@ void require_served(const Problem& p) {
           "gather the pages into a strided cache");
   require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
           "use causal, window, kv_lens and kv_starts where they say the same");
-  require(p.softcap == 0.0F, "softcap", "use core/reference.hpp's oracle or another library for this layer");
-  require(!p.has_alibi, "has_alibi", "use core/reference.hpp's oracle or another library for this layer");
+  require(p.softcap == 0.0F, "softcap", "leave it 0 and run layers with a softcap elsewhere");
+  require(!p.has_alibi, "has_alibi", "leave it false and run layers with ALiBi elsewhere");
   require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
 }
 
