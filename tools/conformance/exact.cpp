@@ -222,7 +222,8 @@ class ExactSuite {
           };
           const std::int64_t group = heads.q / heads.kv;
           add("V3", spec, [group](std::int64_t seq, std::int64_t head, std::int64_t, std::int64_t) {
-            return static_cast<double>(seq * 32 + head / group + 1);
+            const std::int64_t kv_head = head / group;
+            return static_cast<double>(seq * 32 + kv_head + 1);
           });
         }
       }
