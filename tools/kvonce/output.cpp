@@ -23,7 +23,7 @@ std::string cell_text(const nlohmann::json& cell) {
 }
 
 std::string csv_cell(const nlohmann::json& cell) {
-  const std::string text = cell.is_number_float() ? fmt::format("{}", cell.get<double>()) : cell_text(cell);
+  std::string text = cell.is_number_float() ? fmt::format("{}", cell.get<double>()) : cell_text(cell);
   if (text.find_first_of(",\"\n") == std::string::npos) return text;
   std::string escaped = "\"";
   for (const char c : text) {
