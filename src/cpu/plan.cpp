@@ -66,7 +66,9 @@ std::int64_t choose_chunk_tokens(const Problem& p) {
 /// rows): 32 tokens 0.71, 64 tokens 0.72 and slower at group 1 (0.66 against 0.77).
 std::int64_t choose_step_tokens(const Problem& p) {
   constexpr std::int64_t kStepBytes = 16 * 1024;
-  return std::clamp<std::int64_t>(kStepBytes / format_bytes(p.k_format, p.head_dim_qk) / 16 * 16, 16, 64);
+  std::int64_t tokens = 64;  // powers of two, so that steps fill the usual chunk sizes
+  while (tokens > 16 && tokens * format_bytes(p.k_format, p.head_dim_qk) > kStepBytes) tokens /= 2;
+  return tokens;
 }
 
 /// `lowest` is the field's way of saying "choose".

@@ -1,6 +1,6 @@
 // Runs a plan: cuts the call into work items, hands them to the workers, merges each KV stream when its last chunk ends.
 //
-//   item = (sequence, KV head, row block, token chunk), numbered in that order; workers draw the next number.
+//   item = (sequence, KV head, row block, token chunk), numbered in that order; workers draw runs of numbers.
 //   The worker that finishes the last chunk of a (sequence, KV head, row block) merges it, always in chunk order.
 #include <algorithm>
 #include <atomic>
@@ -45,14 +45,20 @@ class Call {
     return static_cast<int>(std::min({static_cast<std::int64_t>(limit), num_items(), by_bytes}));
   }
 
-  /// Draws items until none is left.
+  /// Draws runs of neighbouring items until none is left. A run's first rows come cold from memory, the later chunks'
+  /// rows were prefetched by the chunk before them, so runs are long at first and shrink to balance the end.
   void work(int slot) {
-    for (;;) {
-      const std::int64_t item = next_item_.fetch_add(1, std::memory_order_relaxed);
-      if (item >= num_items()) return;
-      run_item(item, slot);
+    std::int64_t begin = next_item_.load(std::memory_order_relaxed);
+    while (begin < num_items()) {
+      const std::int64_t count = std::max<std::int64_t>(1, (num_items() - begin) / (2 * num_slots));
+      if (!next_item_.compare_exchange_weak(begin, begin + count, std::memory_order_relaxed)) continue;
+      for (std::int64_t item = begin; item < begin + count; ++item) run_item(item, slot);
+      begin = next_item_.load(std::memory_order_relaxed);
     }
   }
+
+  /// Threads that share the work; set before the first of them starts.
+  int num_slots = 1;
 
  private:
   struct Item {
@@ -215,16 +221,16 @@ void run(const core::PlanData& data, const Inputs& inputs, const Outputs& output
          const Context& context) {
   if (data.problem.num_seqs == 0 || data.problem.q_len == 0) return;
   Call call(data, inputs, outputs, workspace);
-  const int workers = call.num_workers(context.num_threads > 0 ? context.num_threads : data.device.num_threads);
-  if (workers <= 1) {
+  call.num_slots = call.num_workers(context.num_threads > 0 ? context.num_threads : data.device.num_threads);
+  if (call.num_slots <= 1) {
     call.work(0);
   } else if (context.parallel_for != nullptr) {
     context.parallel_for(
-        context.parallel_for_host, workers,
+        context.parallel_for_host, call.num_slots,
         [](void* c, std::int64_t slot) { static_cast<Call*>(c)->work(static_cast<int>(slot)); }, &call);
   } else {
     Pool::shared().run(
-        workers, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
+        call.num_slots, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
   }
 }
 

@@ -202,7 +202,7 @@ TEST(PlanTest, KernelIdNamesTargetFormatsDimsAndRowTile) {
   EXPECT_EQ(make_plan(decode_problem(2, 2), device()).kernel_id(), "attend_portable_bf16_d128x128_r1");
   Problem p = decode_problem(2, 1);
   p.v_format = KvFormat::f16;
-  EXPECT_EQ(make_plan(p, device()).kernel_id(), "attend_portable_bf16_f16_d128x128_r2");
+  EXPECT_EQ(make_plan(p, device()).kernel_id(), "attend_portable_kbf16_vf16_d128x128_r2");
   p = decode_problem(1, 1);
   p.head_dim_qk = 192;
   p.head_dim_v = 128;
