@@ -144,7 +144,7 @@ class ChunkRunner {
     if (i != 0 || task_.prefetch_tokens == 0) return {};
     const std::int64_t stride_bytes = token_stride * bytes_of(format);
     return {static_cast<const char*>(data) + (tokens.begin + task_.prefetch_tokens) * stride_bytes, stride_bytes,
-            dims * bytes_of(format), tokens.end - tokens.begin, task_.prefetch_tokens};
+            dims * bytes_of(format), tokens.end - tokens.begin, 3 * task_.prefetch_tokens};
   }
 
   void start_tile(int i) {

@@ -5,9 +5,10 @@
 
 namespace kvonce::cpu {
 
-/// The rows of a later step, one at a time between the arithmetic of the current one: whole rows in ascending order, because the
-/// processor's own prefetcher follows only ascending lines. Each line is asked for twice, early into the L2 cache and
-/// later into L1; one request alone would hold a scarce L1 fill buffer for the whole memory latency.
+/// The rows of a later step, one at a time between the arithmetic of the current one: whole rows in ascending order, because
+/// the processor's own prefetcher follows only ascending lines. Each line is asked for twice, early into the L2 cache and
+/// later into L1: one request alone would hold a scarce L1 fill buffer for the whole memory latency. The early request names
+/// every second line, the processor fetches its neighbour with it.
 template <class S>
 class RowPrefetcher {
  public:
@@ -22,10 +23,8 @@ class RowPrefetcher {
 
   void fetch_row() {
     if (rows_left_ == 0) return;
-    for (std::int64_t byte = 0; byte < row_bytes_; byte += 64) {
-      S::prefetch(next_ + byte);
-      S::prefetch_far(next_ + byte + far_bytes_);
-    }
+    for (std::int64_t byte = 0; byte < row_bytes_; byte += 64) S::prefetch(next_ + byte);
+    for (std::int64_t byte = 0; byte < row_bytes_; byte += 128) S::prefetch_far(next_ + byte + far_bytes_);
     next_ += stride_bytes_;
     --rows_left_;
   }
