@@ -1,9 +1,6 @@
 #include "cpu/pool.hpp"
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
 
 #include <algorithm>
 #include <array>
@@ -20,25 +17,11 @@
 #include <thread>
 #include <vector>
 
-#if !defined(__has_feature)
-#define __has_feature(x) 0
-#endif
-#if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
-#define KVONCE_TEST_TSAN 1
-#else
-#define KVONCE_TEST_TSAN 0
-#endif
-#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
-#define KVONCE_TEST_ASAN 1
-#else
-#define KVONCE_TEST_ASAN 0
-#endif
+#include "pool_jobs.hpp"
 
 namespace {
 
 std::atomic<std::int64_t> num_allocations{0};
-
-constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a forked child; other builds run this";
 
 }  // namespace
 
@@ -54,12 +37,6 @@ constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a
 namespace kvonce::cpu {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double us_since(Clock::time_point start) {
-  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
-}
-
 std::int64_t num_process_threads() {
   static const bool sanitizer_started = [] {  // ThreadSanitizer's own thread appears with the first thread
     std::thread([] {}).join();
@@ -69,80 +46,6 @@ std::int64_t num_process_threads() {
   const auto tasks = std::filesystem::directory_iterator("/proc/self/task");
   return std::distance(begin(tasks), end(tasks));
 }
-
-// A job of num_items pieces, each of which must be done exactly once, by slots that are never used twice at a time.
-struct Job {
-  Job(std::int64_t items, int workers)
-      : num_items(items),
-        done(static_cast<std::size_t>(items)),
-        slot_calls(static_cast<std::size_t>(workers)),
-        slot_threads(static_cast<std::size_t>(workers)) {}
-
-  static void body(void* context, int slot) {
-    auto& job = *static_cast<Job*>(context);
-    if (slot < 0 || slot >= static_cast<int>(job.slot_calls.size())) {
-      job.bad_slots.fetch_add(1);
-      return;
-    }
-    job.slot_calls[static_cast<std::size_t>(slot)].fetch_add(1);
-    job.slot_threads[static_cast<std::size_t>(slot)] = std::this_thread::get_id();
-    for (std::int64_t i = job.next.fetch_add(1); i < job.num_items; i = job.next.fetch_add(1)) {
-      job.done[static_cast<std::size_t>(i)] += 1;  // plain: run() must order it before the checks below
-      for (int spin = 0; spin < job.work_per_item; ++spin) job.sink.fetch_add(1, std::memory_order_relaxed);
-    }
-  }
-
-  void expect_complete() const {
-    EXPECT_EQ(bad_slots.load(), 0);
-    EXPECT_EQ(slot_calls[0].load(), 1);
-    for (const auto& calls : slot_calls) EXPECT_LE(calls.load(), 1);
-    EXPECT_EQ(std::count(done.begin(), done.end(), 1), num_items);
-    std::vector<std::thread::id> threads(slot_threads);
-    std::erase(threads, std::thread::id());
-    std::sort(threads.begin(), threads.end());
-    EXPECT_EQ(std::adjacent_find(threads.begin(), threads.end()), threads.end()) << "a thread worked in two slots";
-  }
-
-  [[nodiscard]] int workers_that_came() const {
-    int count = 0;
-    for (const auto& calls : slot_calls) count += calls.load();
-    return count;
-  }
-
-  std::int64_t num_items;
-  int work_per_item = 0;
-  std::atomic<std::int64_t> next{0};
-  std::atomic<std::int64_t> sink{0};
-  std::atomic<int> bad_slots{0};
-  std::vector<int> done;
-  std::vector<std::atomic<int>> slot_calls;
-  std::vector<std::thread::id> slot_threads;
-};
-
-void run_job(Pool& pool, std::int64_t num_items, int num_workers) {
-  Job job(num_items, num_workers);
-  pool.run(num_workers, &Job::body, &job);
-  job.expect_complete();
-}
-
-// Slots wait for one another, so that the job ends only if `expected` threads are in it at once.
-struct Rendezvous {
-  int expected;
-  std::atomic<int> arrived{0};
-  std::array<std::atomic<int>, 64> slot_calls{};
-  std::atomic<bool> timed_out{false};
-
-  static void body(void* context, int slot) {
-    auto& self = *static_cast<Rendezvous*>(context);
-    self.slot_calls[static_cast<std::size_t>(slot)].fetch_add(1);
-    self.arrived.fetch_add(1);
-    const auto start = Clock::now();
-    while (self.arrived.load() < self.expected && !self.timed_out.load()) {
-      if (us_since(start) > 20e6) self.timed_out.store(true);
-      std::this_thread::yield();
-    }
-  }
-};
 
 TEST(PoolTest, NoThreadExistsBeforeTheFirstRunThatNeedsOne) {
   const std::int64_t before = num_process_threads();
@@ -385,100 +288,6 @@ TEST(PoolTest, RunAllocatesNothingOnceTheThreadsExist) {
     pool.run(4, &Job::body, &job);
   }
   EXPECT_EQ(num_allocations.load() - before, 0);
-}
-
-// Runs body in a forked child and returns its exit status, or -1 when it did not exit by itself in 30 s.
-template <class Body>
-int status_of_child(Body body) {
-  const pid_t child = fork();
-  if (child == 0) _exit(body());
-  for (int ms = 0; ms < 30000; ++ms) {
-    int status = 0;
-    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  kill(child, SIGKILL);
-  waitpid(child, nullptr, 0);
-  return -1;
-}
-
-// In the child: 0 when a job that needs three threads at once completes, with threads of the child's own.
-int rendezvous_in_child() {
-  Pool& pool = Pool::shared();
-  if (pool.num_threads() != 0) return 2;
-  Rendezvous rendezvous{3};
-  pool.run(3, &Rendezvous::body, &rendezvous);
-  if (rendezvous.timed_out.load() || rendezvous.arrived.load() != 3) return 3;
-  return pool.num_threads() == 2 ? 0 : 4;
-}
-
-TEST(PoolTest, AForkedChildStartsAPoolOfItsOwnAndTheParentGoesOn) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Pool& pool = Pool::shared();
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    run_job(pool, 100, 4);
-    EXPECT_EQ(status_of_child(rendezvous_in_child), 0);
-    Rendezvous rendezvous{4};
-    pool.run(4, &Rendezvous::body, &rendezvous);
-    EXPECT_FALSE(rendezvous.timed_out.load());
-  }
-}
-
-TEST(PoolTest, ForkWhileAnotherThreadRunsJobsIsSafe) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Pool& pool = Pool::shared();
-  std::atomic<bool> stop{false};
-  std::thread runner([&] {
-    while (!stop.load()) run_job(pool, 200, 4);
-  });
-  for (int repeat = 0; repeat < 30; ++repeat) EXPECT_EQ(status_of_child(rendezvous_in_child), 0);
-  stop.store(true);
-  runner.join();
-}
-
-TEST(PoolTest, AForkedChildEndsNormallyWithItsThreadsAlive) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Pool& pool = Pool::shared();
-  run_job(pool, 100, 4);
-  const auto exit_after_work = [] {
-    const int status = rendezvous_in_child();
-    std::fflush(nullptr);
-    std::exit(status);  // static destruction joins the child's threads
-    return status;
-  };
-  EXPECT_EQ(status_of_child(exit_after_work), 0);
-  const auto exit_without_work = []() -> int { std::exit(0); };
-  EXPECT_EQ(status_of_child(exit_without_work), 0);
-}
-
-TEST(PoolTest, APoolOfTheParentWorksOnTheCallerInAChild) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Pool pool;
-  run_job(pool, 100, 4);
-  const auto child = [&pool] {
-    Job job(100, 4);
-    pool.run(4, &Job::body, &job);
-    if (job.workers_that_came() != 1) return 2;
-    pool.stop();
-    return std::count(job.done.begin(), job.done.end(), 1) == 100 ? 0 : 3;
-  };
-  EXPECT_EQ(status_of_child(child), 0);
-}
-
-TEST(PoolTest, WorkIsDoneByFewerThreadsWhenTheSystemRefusesSome) {
-  if (KVONCE_TEST_TSAN || KVONCE_TEST_ASAN)
-    GTEST_SKIP() << "the sanitizer needs the address space that this test takes away";
-  const auto child = [] {
-    // No room for a further thread stack.
-    const rlimit limit{1, 1};
-    if (setrlimit(RLIMIT_AS, &limit) != 0) return 2;
-    Pool& pool = Pool::shared();
-    Job job(100, 200);
-    pool.run(200, &Job::body, &job);
-    if (pool.num_threads() >= 199) return 3;
-    return std::count(job.done.begin(), job.done.end(), 1) == 100 ? 0 : 4;
-  };
-  EXPECT_EQ(status_of_child(child), 0);
 }
 
 // Median time of run(2, ...) with two empty items after a pause.
