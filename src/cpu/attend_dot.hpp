@@ -52,11 +52,8 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
     KVONCE_UNROLL
     for (int i = 0; i < S::width; ++i) acc[i] = S::zero();
     const auto* q_block = reinterpret_cast<const std::uint16_t*>(q);
-    for (std::int64_t dim = 0; dim < dims; dim += kBlock, q_block += rows * kBlock) {
-      const bool whole = dim + kBlock <= dims;
-      const auto load_key = [&](int j) {
-        return whole ? S::load_pairs(row[j] + dim) : load_pairs_tail<S>(row[j] + dim, dims - dim);
-      };
+    std::int64_t dim = 0;
+    for (; dim + kBlock <= dims; dim += kBlock, q_block += rows * kBlock) {
       if constexpr (rows <= kTokens) {  // few rows: q stays in registers, K passes through
         Pairs query[rows];
         KVONCE_UNROLL
@@ -66,14 +63,14 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
         }
         KVONCE_UNROLL
         for (int j = 0; j < kTokens; ++j) {
-          const Pairs key = load_key(j);
+          const Pairs key = S::load_pairs(row[j] + dim);
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) acc[j * kLaneRows + r] = S::dot_pairs(acc[j * kLaneRows + r], key, query[r]);
         }
       } else {
         Pairs key[kTokens];
         KVONCE_UNROLL
-        for (int j = 0; j < kTokens; ++j) key[j] = load_key(j);
+        for (int j = 0; j < kTokens; ++j) key[j] = S::load_pairs(row[j] + dim);
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
           Pairs query = S::load_pairs(q_block + r * kBlock);
@@ -81,6 +78,16 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
           KVONCE_UNROLL
           for (int j = 0; j < kTokens; ++j)
             acc[j * kLaneRows + r] = S::dot_pairs(acc[j * kLaneRows + r], key[j], query);
+        }
+      }
+    }
+    if (dim < dims) {
+      KVONCE_UNROLL
+      for (int j = 0; j < kTokens; ++j) {
+        const Pairs key = load_pairs_tail<S>(row[j] + dim, dims - dim);
+        KVONCE_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          acc[j * kLaneRows + r] = S::dot_pairs(acc[j * kLaneRows + r], key, S::load_pairs(q_block + r * kBlock));
         }
       }
     }

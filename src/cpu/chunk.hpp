@@ -27,7 +27,7 @@ constexpr TileKernels<S> tile_kernels() {
 }
 
 template <class S>
-TileKernels<S> find_kernels(int rows, DType q_dtype, KvFormat k_format, KvFormat v_format) {
+TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
   TileKernels<S> kernels{};
 #define KVONCE_ROW_TILE(count)                                                                  \
   if constexpr (count <= S::kMaxRowTile) {                                                      \
@@ -35,10 +35,10 @@ TileKernels<S> find_kernels(int rows, DType q_dtype, KvFormat k_format, KvFormat
       const TileKernels<S> of_k[] = {tile_kernels<S, count, KvFormat::f32, KvFormat::f32>(),    \
                                      tile_kernels<S, count, KvFormat::f16, KvFormat::f16>(),    \
                                      tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()}; \
-      kernels = of_k[static_cast<int>(k_format)];                                               \
-      kernels.accumulate_values = of_k[static_cast<int>(v_format)].accumulate_values;           \
+      kernels = of_k[static_cast<int>(task.k_format)];                                          \
+      kernels.accumulate_values = of_k[static_cast<int>(task.v_format)].accumulate_values;      \
       if constexpr (S::kHasPairDot) {                                                           \
-        if (q_dtype == DType::bf16 && k_format == KvFormat::bf16) {                             \
+        if (task.pair_dot) {                                                                    \
           kernels.load_row_tile = load_row_tile_dot<S>;                                         \
           kernels.score_tokens = score_tokens_dot<S, count>;                                    \
         }                                                                                       \
@@ -87,10 +87,9 @@ class ChunkRunner {
         maximum_(scores_ + 2 * task.num_rows * task.step_tokens),
         sum_(maximum_ + task.num_rows * kPadFloats),
         small_rows_(static_cast<int>(task.num_rows / num_tiles_)),
-        one_row_(find_kernels<S>(1, task.q_dtype, task.k_format, task.v_format)),
-        small_(find_kernels<S>(small_rows_, task.q_dtype, task.k_format, task.v_format)),
-        large_(find_kernels<S>(task.num_rows % num_tiles_ == 0 ? small_rows_ : small_rows_ + 1, task.q_dtype,
-                               task.k_format, task.v_format)) {}
+        one_row_(find_kernels<S>(1, task)),
+        small_(find_kernels<S>(small_rows_, task)),
+        large_(find_kernels<S>(task.num_rows % num_tiles_ == 0 ? small_rows_ : small_rows_ + 1, task)) {}
 
   void run() {
     for (int i = 0; i < num_tiles_; ++i) start_tile(i);

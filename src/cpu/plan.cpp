@@ -94,6 +94,7 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   require_not_negative("policy.chunk_tokens", policy.chunk_tokens, 0);
   require_not_negative("policy.step_tokens", policy.step_tokens, 0);
   require_not_negative("policy.prefetch_tokens", policy.prefetch_tokens, -1);
+  require_not_negative("policy.pair_dot", policy.pair_dot, -1);
   if (policy.row_tile == 0) {
     policy.row_tile = target.max_row_tile;
     if (policy.rows_per_worker > 0) policy.row_tile = std::min(policy.row_tile, policy.rows_per_worker);
@@ -117,6 +118,12 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
                  "a multiple of 16 up to 1024");
   }
   if (policy.prefetch_tokens < 0) policy.prefetch_tokens = choose_prefetch_tokens(p);
+  const bool can_pair_dot = target.has_pair_dot && p.q_dtype == DType::bf16 && p.k_format == KvFormat::bf16;
+  if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot ? 1 : 0;
+  if (policy.pair_dot > (can_pair_dot ? 1 : 0)) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.pair_dot", std::to_string(policy.pair_dot),
+                 can_pair_dot ? "0 or 1" : "0 unless q and K are bf16 and the target is avx512_bf16");
+  }
   if (policy.prefetch_tokens > 65536) {
     core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_tokens", std::to_string(policy.prefetch_tokens),
                  "0 to 65536");

@@ -5,6 +5,7 @@
 
 namespace kvonce::cpu::avx2 {
 
-const Target kTarget = {Simd::kName, Simd::width, Simd::kMaxRowTile, attend_chunk<Simd>, merge_rows<Simd>};
+const Target kTarget = {Simd::kName,       Simd::width,        Simd::kMaxRowTile,
+                        Simd::kHasPairDot, attend_chunk<Simd>, merge_rows<Simd>};
 
 }  // namespace kvonce::cpu::avx2

@@ -42,6 +42,7 @@ struct ChunkTask {
   std::int64_t window;
   bool causal;
 
+  bool pair_dot;  // bf16 q and K on a target with dot_pairs: score_tokens_dot
   std::int64_t row_tile;
   std::int64_t step_tokens;
   std::int64_t prefetch_tokens;
@@ -86,6 +87,7 @@ struct Target {
   const char* name;
   int vector_floats;
   int max_row_tile;
+  bool has_pair_dot;
   void (*attend_chunk)(const ChunkTask& task);
   void (*merge_rows)(const MergeTask& task);
 };

@@ -185,6 +185,8 @@ TEST(PlanTest, ImpossiblePolicyFieldsAreRefusedByName) {
       {"step_tokens", &Policy::step_tokens, -16},
       {"step_tokens", &Policy::step_tokens, 1LL << 40},
       {"prefetch_tokens", &Policy::prefetch_tokens, 1LL << 40},
+      {"pair_dot", &Policy::pair_dot, 1},
+      {"pair_dot", &Policy::pair_dot, -2},
       {"chunk_tokens", &Policy::chunk_tokens, std::numeric_limits<std::int64_t>::max()},
       {"rows_per_worker", &Policy::rows_per_worker, std::numeric_limits<std::int64_t>::max()},
   };
@@ -418,7 +420,7 @@ TEST(PlanTest, PolicyTextRoundTrips) {
   EXPECT_EQ(parsed.chunk_tokens, 2048);
   EXPECT_EQ(parsed.rows_per_worker, 0);
   EXPECT_EQ(parsed.prefetch_tokens, -1);
-  const Policy all{1, 2, 3, 16, 0};
+  const Policy all{1, 2, 3, 16, 0, 1};
   EXPECT_EQ(to_string(parse_policy(to_string(all))), to_string(all));
   EXPECT_EQ(to_string(parse_policy("")), to_string(Policy()));
 }

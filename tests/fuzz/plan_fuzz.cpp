@@ -138,7 +138,8 @@ PlanOptions random_options(Random& random) {
   if (random.below(3) != 0) return options;
   std::int64_t* const numbers[] = {&options.chunk_tokens,           &options.policy.row_tile,
                                    &options.policy.rows_per_worker, &options.policy.chunk_tokens,
-                                   &options.policy.step_tokens,     &options.policy.prefetch_tokens};
+                                   &options.policy.step_tokens,     &options.policy.prefetch_tokens,
+                                   &options.policy.pair_dot};
   for (std::int64_t* number : numbers) {
     if (random.below(4) == 0) *number = random.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16, 32, 64, 128, 4096});
     if (random.below(24) == 0) *number = random.pick(kOdd);

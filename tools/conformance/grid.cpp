@@ -293,10 +293,16 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
   std::vector<CaseResult> results;
   const std::uint64_t num_arrays = level == Level::full ? 10 : 1;
   for (std::uint64_t array = 1; array <= num_arrays; ++array) {
-    for (const CaseSpec& spec : grid_cases(grid_limits(level, array))) {
-      results.push_back(check_oracle(spec, device));
-      results.back().name = device.target + " " + results.back().name;
-      if (on_result) on_result(results.back());
+    for (CaseSpec spec : grid_cases(grid_limits(level, array))) {
+      // Where two score kernels exist, both run, whichever this processor would choose.
+      const bool two_kernels = device.target == "avx512_bf16" && spec.problem.q_dtype == DType::bf16 &&
+                               spec.problem.k_format == KvFormat::bf16;
+      for (std::int64_t pair_dot = 0; pair_dot <= (two_kernels ? 1 : 0); ++pair_dot) {
+        spec.options.policy.pair_dot = pair_dot;
+        results.push_back(check_oracle(spec, device));
+        results.back().name = device.target + (pair_dot == 1 ? " pair_dot " : " ") + results.back().name;
+        if (on_result) on_result(results.back());
+      }
     }
   }
   return results;
