@@ -155,9 +155,10 @@ TEST(PlanTest, EveryPolicyFieldIsDecidedAndAskedFieldsAreKept) {
   EXPECT_GT(chosen.chunk_tokens, 0);
   EXPECT_GT(chosen.step_tokens, 0);
   EXPECT_GE(chosen.prefetch_tokens, 0);
+  EXPECT_GE(chosen.pair_dot, 0);
 
   PlanOptions options;
-  options.policy = {2, 16, 640, 48, 0};
+  options.policy = {2, 16, 640, 48, 0, 0};
   const Policy kept = make_plan(decode_problem(), device(), options).policy();
   EXPECT_EQ(to_string(kept), to_string(options.policy));
 }
