@@ -4,12 +4,16 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <ostream>
 #include <string>
 #include <vector>
 
 #include "kvonce/kvonce.hpp"
 
 namespace kvonce {
+
+// How a device reads in a test's name.
+static void PrintTo(const Device& device, std::ostream* out) { *out << device.target; }
 namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
