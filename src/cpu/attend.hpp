@@ -122,9 +122,12 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
 template <class Stored, int count>
 void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token, std::int64_t num_tokens,
                const Stored* (&row)[count]) {
-  for (int j = 0; j < count; ++j) {
-    row[j] = k + (token + j < num_tokens ? token + j : num_tokens - 1) * token_stride;
+  if (token + count <= num_tokens) {
+    row[0] = k + token * token_stride;
+    for (int j = 1; j < count; ++j) row[j] = row[j - 1] + token_stride;
+    return;
   }
+  for (int j = 0; j < count; ++j) row[j] = k + (token + j < num_tokens ? token + j : num_tokens - 1) * token_stride;
 }
 
 /// The lanes behind the last token of a vector score -inf.
@@ -267,32 +270,38 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
                       RowPrefetcher<S>& ahead, float* o, std::int64_t o_row_floats) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
-  std::int64_t until_fetch = 0;  // the step's passes share its rows: one row every num_passes tokens
   Vec acc[rows][vectors];
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {
     KVONCE_UNROLL
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + r * o_row_floats + i * S::width);
   }
-  for (std::int64_t t = 0; t < num_tokens; ++t, v += token_stride, p += p_stride) {
-    if (until_fetch == 0) {
-      ahead.fetch_row();
-      until_fetch = num_passes;
-    }
-    --until_fetch;
+  const auto add_token = [&acc](const typename E::Stored* values, const float* weights) {
     Vec value[vectors];
     if constexpr (vectors == 1) {
-      value[0] = E::load(v);
+      value[0] = E::load(values);
     } else {
       KVONCE_UNROLL
-      for (int i = 0; i < vectors; i += 2) E::load_pair(v + i * S::width, value[i], value[i + 1]);
+      for (int i = 0; i < vectors; i += 2) E::load_pair(values + i * S::width, value[i], value[i + 1]);
     }
     KVONCE_UNROLL
     for (int r = 0; r < rows; ++r) {
-      const Vec weight = S::broadcast(p[r]);
+      const Vec weight = S::broadcast(weights[r]);
       KVONCE_UNROLL
       for (int i = 0; i < vectors; ++i) acc[r][i] = S::fmadd(value[i], weight, acc[r][i]);
     }
+  };
+  // Two tokens per turn: the loop's own instructions compete with the multiply-adds for the same two ports.
+  std::int64_t tokens_left = num_tokens;
+  std::int64_t unfetched = 0;  // the step's passes share its rows: one row every num_passes tokens
+  for (; tokens_left >= 2; tokens_left -= 2, v += 2 * token_stride, p += 2 * p_stride) {
+    for (unfetched += 2; unfetched >= num_passes; unfetched -= num_passes) ahead.fetch_row();
+    add_token(v, p);
+    add_token(v + token_stride, p + p_stride);
+  }
+  if (tokens_left > 0) {
+    ahead.fetch_row();
+    add_token(v, p);
   }
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {

@@ -23,8 +23,11 @@ class RowPrefetcher {
 
   void fetch_row() {
     if (rows_left_ == 0) return;
-    for (std::int64_t byte = 0; byte < row_bytes_; byte += 64) S::prefetch(next_ + byte);
-    for (std::int64_t byte = 0; byte < row_bytes_; byte += 128) S::prefetch_far(next_ + byte + far_bytes_);
+    for (std::int64_t byte = 0; byte < row_bytes_; byte += 128) {
+      S::prefetch(next_ + byte);
+      S::prefetch(next_ + byte + 64);
+      S::prefetch_far(next_ + byte + far_bytes_);
+    }
     next_ += stride_bytes_;
     --rows_left_;
   }
