@@ -237,7 +237,7 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
 
   const Vec old_max = S::load(maximum);
   const Vec new_max = S::max(old_max, step_max);
-  // A row without any key so far keeps -inf; shifting by 0 then makes its exponentials 0 rather than NaN.
+  // A row without any key so far keeps -inf; a finite shift makes its exponentials 0 rather than NaN.
   const Vec shift = S::max(new_max, S::broadcast(-FLT_MAX));
   Vec total = S::load(sum);
   if (S::any_greater(new_max, old_max)) {
