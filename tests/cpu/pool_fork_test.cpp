@@ -12,27 +12,13 @@
 #include <cstdlib>
 #include <thread>
 
+#include "forked_child.hpp"
 #include "pool_jobs.hpp"
 
 namespace kvonce::cpu {
 namespace {
 
 constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a forked child; other builds run this";
-
-// Runs body in a forked child and returns its exit status, or -1 when it did not exit by itself in 30 s.
-template <class Body>
-int status_of_child(Body body) {
-  const pid_t child = fork();
-  if (child == 0) _exit(body());
-  for (int ms = 0; ms < 30000; ++ms) {
-    int status = 0;
-    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  kill(child, SIGKILL);
-  waitpid(child, nullptr, 0);
-  return -1;
-}
 
 // In the child: 0 when a job that needs three threads at once completes, with threads of the child's own.
 int rendezvous_in_child() {

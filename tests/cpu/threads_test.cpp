@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu/pool.hpp"
+#include "forked_child.hpp"
 #include "kvonce/kvonce.hpp"
 
 #if !defined(__has_feature)
@@ -92,20 +93,6 @@ class Fixture {
 };
 
 int pool_threads() { return cpu::Pool::shared().num_threads(); }
-
-// The exit status of body in a forked child, or -1 when it did not exit by itself in 60 s.
-int status_of_child(const std::function<int()>& body) {
-  const pid_t child = fork();
-  if (child == 0) _exit(body());
-  for (int ms = 0; ms < 60000; ++ms) {
-    int status = 0;
-    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  kill(child, SIGKILL);
-  waitpid(child, nullptr, 0);
-  return -1;
-}
 
 TEST(ThreadsTest, AForkedChildGivesTheSameBitsWithAPoolOfItsOwnAndTheParentGoesOn) {
   if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;

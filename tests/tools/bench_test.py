@@ -108,11 +108,10 @@ class BenchTest(unittest.TestCase):
 
     @unittest.skipIf(os.environ.get("KVONCE_SANITIZE"), "a sanitizer's checks sit between the multiply-adds")
     def test_rates_are_those_of_a_processor(self):
-        # The pipes take a whole number of vector multiply-adds per cycle. A neighbour on the same physical core takes up
-        # to half of them away, for longer than a test can wait: the best run counts, and below 0.9 of the pipes it must
-        # at least be what two fair halves leave.
+        # The pipes take a whole number of vector multiply-adds per cycle; a neighbour on the same core can take some of
+        # them away, so the best of several runs counts.
         best = 0.0
-        for _ in range(6):
+        for _ in range(12):
             result = bench("--case", "2q/1kv d64 kv=64", "--arms", "read", "--rounds", "1", "--format", "json")
             self.assertEqual(result.returncode, 0, result.stderr)
             device = json.loads(result.stdout)["device"]
@@ -123,9 +122,8 @@ class BenchTest(unittest.TestCase):
             self.assertLess(device["madd_instr_per_cycle"], 4.5)
             best = max(best, device["madd_instr_per_cycle"])
             if best >= 0.9 * max(1, round(best)):
-                break
-        print(f"{best:.2f} vector multiply-adds per cycle")
-        self.assertGreaterEqual(best, 0.45)
+                return
+        self.fail(f"{best} vector multiply-adds per cycle are not close to a number of pipes")
 
     def test_svg_is_well_formed_and_self_contained(self):
         text = (self.root / "out.svg").read_text(encoding="utf-8")
