@@ -9,7 +9,7 @@ namespace kvonce::bench {
 namespace {
 
 // A step of K this long leaves room in L1 for the step of V and for what is being prefetched.
-constexpr std::int64_t kStepBytes = 8192;
+constexpr std::int64_t kStepBytes = 16384;
 // Tasks per thread below which a row's tokens are split: enough for the last task not to be waited for.
 constexpr std::int64_t kTasksPerThread = 8;
 

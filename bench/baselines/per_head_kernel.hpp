@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "baselines/target_kernels.hpp"
+#include "cpu/prefetch.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "shared/numeric.h"
 #include "shared/partial.h"
@@ -52,10 +53,13 @@ struct PerHeadKernel {
     return d / kPair * kPair + d % 2 * kWidth + d % kPair / 2;
   }
 
-  static void prefetch_row(const Stored* row, std::int64_t dims) {
-    const char* const begin = reinterpret_cast<const char*>(row);
-    const std::int64_t bytes = dims * static_cast<std::int64_t>(sizeof(Stored));
-    for (std::int64_t at = 0; at < bytes; at += 64) S::prefetch(begin + at);
+  // The step that follows, its rows fetched between the scores of this one.
+  static cpu::StepPrefetcher<S> step_ahead(const PerHeadTask& task, std::int64_t next, const Stored* rows,
+                                           std::int64_t stride, std::int64_t dims) {
+    if (next >= task.token_end) return {};
+    const std::int64_t left = task.token_end - next;
+    const auto size = static_cast<std::int64_t>(sizeof(Stored));
+    return {rows + next * stride, stride * size, dims * size, left < task.step_tokens ? left : task.step_tokens};
   }
 
   // [1]
@@ -191,14 +195,12 @@ struct PerHeadKernel {
     for (std::int64_t begin = task.first_step * task.step_tokens; begin < task.token_end; begin += jump) {
       const std::int64_t left = task.token_end - begin;
       const std::int64_t tokens = left < task.step_tokens ? left : task.step_tokens;
-      const std::int64_t next = begin + jump;
+      cpu::StepPrefetcher<S> k_ahead = step_ahead(task, begin + jump, k_stream, k_stride, task.head_dim_qk);
+      cpu::StepPrefetcher<S> v_ahead = step_ahead(task, begin + jump, v_stream, task.v_token_stride, task.head_dim_v);
       std::int64_t t = 0;
       for (; t + kWidth <= tokens; t += kWidth) {
-        // The step after this one: prefetched evenly between the scores, not in one burst.
-        for (std::int64_t i = next + t; i < next + t + kWidth && i < task.token_end; ++i) {
-          prefetch_row(k_stream + i * k_stride, task.head_dim_qk);
-          prefetch_row(v_stream + i * task.v_token_stride, task.head_dim_v);
-        }
+        k_ahead.advance(kWidth);
+        v_ahead.advance(kWidth);
         score_tokens(q, k_stream + (begin + t) * k_stride, k_stride, task.head_dim_qk, scores + t);
       }
       for (; t < tokens; ++t) scores[t] = score_one_token(q, k_stream + (begin + t) * k_stride, task.head_dim_qk);

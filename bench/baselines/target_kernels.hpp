@@ -36,7 +36,7 @@ struct PerHeadTask {
   float* o = nullptr;    // [head_dim_v], normalised
   float* lse = nullptr;  // natural log; -inf without tokens
 };
-constexpr std::int64_t kMaxStepTokens = 64;
+constexpr std::int64_t kMaxStepTokens = 128;
 constexpr std::int64_t kMaxHeadDim = 1024;
 
 /// Joins num_parts partials of one row: o [num_parts, head_dim_v] packed, lse [num_parts].

@@ -26,6 +26,7 @@ struct Device {
   std::int64_t l1_bytes = 0;  // data caches; 0 when unknown
   std::int64_t l2_bytes = 0;
   std::int64_t l3_bytes = 0;
+  bool fetches_line_pairs = false;  // a miss brings the neighbour of its cache line too
   bool fast_pair_dot = false;  // the processor multiplies bf16 pairs faster than it converts and multiplies float32
   double read_gbps = 0.0;      // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
 };
@@ -48,6 +49,7 @@ struct Policy {
   std::int64_t chunk_tokens = 0;      // tokens per chunk: fixes the split, whatever the number of threads
   std::int64_t step_tokens = 0;       // tokens between two softmax updates
   std::int64_t prefetch_tokens = -1;  // how far ahead of use K and V are prefetched; -1: choose, 0: not at all
+  std::int64_t prefetch_lines = 0;    // one prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour
   std::int64_t pair_dot = -1;         // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
 };
 

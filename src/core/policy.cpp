@@ -20,6 +20,7 @@ constexpr Field kFields[] = {
     {"chunk_tokens", &Policy::chunk_tokens, 0},
     {"step_tokens", &Policy::step_tokens, 0},
     {"prefetch_tokens", &Policy::prefetch_tokens, -1},
+    {"prefetch_lines", &Policy::prefetch_lines, 0},
     {"pair_dot", &Policy::pair_dot, -1},
 };
 
@@ -40,7 +41,8 @@ Policy parse_policy(std::string_view text) {
     }
     if (field == nullptr) {
       core::refuse(ErrorCode::InvalidArgument, "policy", "key '" + std::string(key) + "'",
-                   "row_tile, rows_per_worker, chunk_tokens, step_tokens, prefetch_tokens, pair_dot as key=value,...");
+                   "row_tile, rows_per_worker, chunk_tokens, step_tokens, prefetch_tokens, prefetch_lines, pair_dot as "
+                   "key=value,...");
     }
     std::int64_t number = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);

@@ -11,8 +11,8 @@
 //         [5] store_partial      o / sum and the natural-log lse
 // Bytes   (head_dim_qk * K element + head_dim_v * V element) * tokens, once per call whatever num_rows is
 // Layout  scores of a tile: [token][lane_rows], lane_rows = rows rounded up to a power of two, so a vector holds
-//         width / lane_rows tokens. q of a tile: [vector of dims][row][width]. o: [row][dims], dims in the V format's
-//         own lane order (Elements::kEvenOdd) until store_partial.
+//         width / lane_rows tokens. q and o of a tile: [vector of dims][row][width], dims in the K or V format's own lane
+//         order (Elements::kEvenOdd) until store_partial.
 // Masks   causal, window and kv_start give each row one token range. A step that every row of a tile sees whole runs the
 //         tile kernels; a ragged step hides scores row by row and adds values row by row, so that a hidden key's V is
 //         never multiplied, not even by zero.
@@ -39,12 +39,34 @@ struct Constant {
   static constexpr auto value = constant;
 };
 
+/// Calls function with the dtype's Constant<KvFormat>.
+template <class Function>
+void with_dtype(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::f32:
+      function(Constant<KvFormat::f32>{});
+      break;
+    case DType::f16:
+      function(Constant<KvFormat::f16>{});
+      break;
+    case DType::bf16:
+      function(Constant<KvFormat::bf16>{});
+      break;
+  }
+}
+
 /// The last num_dims % width values of a row, zero-extended: never reads past the row.
 template <class S, KvFormat format>
 typename S::Vec load_tail(const typename S::template Elements<format>::Stored* p, std::int64_t count) {
   typename S::template Elements<format>::Stored buffer[S::width] = {};
   for (std::int64_t i = 0; i < count; ++i) buffer[i] = p[i];
   return S::template Elements<format>::load(buffer);
+}
+
+/// The next `width` values of a row of which `count` are left.
+template <class S, KvFormat format>
+typename S::Vec load_upto(const typename S::template Elements<format>::Stored* p, std::int64_t count) {
+  return count >= S::width ? S::template Elements<format>::load(p) : load_tail<S, format>(p, count);
 }
 
 // [1] ------------------------------------------------------------------------------------------------------------------
@@ -73,10 +95,8 @@ void load_q_pair(const typename S::template Elements<q_format>::Stored* p, typen
 }
 
 template <class S, KvFormat format, KvFormat q_format>
-void load_row(const void* q_row, std::int64_t dims, int rows, float* q) {
-  using Q = typename S::template Elements<q_format>;
+void load_row(const typename S::template Elements<q_format>::Stored* p, std::int64_t dims, int rows, float* q) {
   constexpr std::int64_t kPair = 2 * S::width;
-  const auto* p = static_cast<const typename Q::Stored*>(q_row);
   std::int64_t dim = 0;
   for (; dim + kPair <= dims; dim += kPair, q += 2 * rows * S::width) {
     typename S::Vec a;
@@ -86,8 +106,7 @@ void load_row(const void* q_row, std::int64_t dims, int rows, float* q) {
     S::store(q + rows * S::width, b);
   }
   for (; dim < dims; dim += S::width, q += rows * S::width) {
-    const bool whole = dim + S::width <= dims;
-    S::store(q, whole ? Q::load(p + dim) : load_tail<S, q_format>(p + dim, dims - dim));
+    S::store(q, load_upto<S, q_format>(p + dim, dims - dim));
   }
 }
 
@@ -98,21 +117,11 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
     const std::int64_t row = first_row + r;
     const std::int64_t offset =
         row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
-    const auto load = [&](auto q_format, std::int64_t bytes) {
-      load_row<S, format, decltype(q_format)::value>(static_cast<const char*>(task.q) + offset * bytes,
-                                                     task.head_dim_qk, rows, q);
-    };
-    switch (task.q_dtype) {
-      case DType::f32:
-        load(Constant<KvFormat::f32>{}, 4);
-        break;
-      case DType::f16:
-        load(Constant<KvFormat::f16>{}, 2);
-        break;
-      case DType::bf16:
-        load(Constant<KvFormat::bf16>{}, 2);
-        break;
-    }
+    with_dtype(task.q_dtype, [&](auto q_format) {
+      using Stored = typename S::template Elements<decltype(q_format)::value>::Stored;
+      load_row<S, format, decltype(q_format)::value>(static_cast<const Stored*>(task.q) + offset, task.head_dim_qk, rows,
+                                                     q);
+    });
   }
 }
 
@@ -136,10 +145,10 @@ static inline void hide_padding(float* scores, std::int64_t count, std::int64_t 
 }
 
 /// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.
-/// Asks `ahead` for one row per token.
+/// Asks `ahead` for as many rows.
 template <class S, KvFormat format, int rows>
 void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
-                  std::int64_t dims, float scale_log2e, RowPrefetcher<S>& ahead, float* scores) {
+                  std::int64_t dims, float scale_log2e, StepPrefetcher<S>& ahead, float* scores) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
   using Stored = typename E::Stored;
@@ -151,7 +160,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
     find_rows(k, token_stride, token, num_tokens, row);
-    for (int j = 0; j < kTokens; ++j) ahead.fetch_row();
+    ahead.advance(kTokens);
     // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
     Vec acc[S::width];
     KVONCE_UNROLL
@@ -206,10 +215,9 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
       }
     }
     for (; dim < dims; dim += S::width, q_vec += rows * S::width) {  // at most one whole vector and one tail
-      const bool whole = dim + S::width <= dims;
       KVONCE_UNROLL
       for (int j = 0; j < kTokens; ++j) {
-        const Vec key = whole ? E::load(row[j] + dim) : load_tail<S, format>(row[j] + dim, dims - dim);
+        const Vec key = load_upto<S, format>(row[j] + dim, dims - dim);
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
           acc[j * kLaneRows + r] = S::fmadd(key, S::load(q_vec + r * S::width), acc[j * kLaneRows + r]);
@@ -246,11 +254,8 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
     S::store(maximum, new_max);
     float factors[S::width];
     S::store(factors, factor);
-    for (int r = 0; r < rows; ++r) {
-      const Vec row_factor = S::broadcast(factors[r]);
-      float* o_row = o + r * o_row_floats;
-      for (std::int64_t i = 0; i < o_row_floats; i += S::width)
-        S::store(o_row + i, S::mul(S::load(o_row + i), row_factor));
+    for (std::int64_t i = 0; i < o_row_floats; i += S::width) {
+      for (int r = 0; r < rows; ++r, o += S::width) S::store(o, S::mul(S::load(o), S::broadcast(factors[r])));
     }
   }
   for (std::int64_t i = 0; i < floats; i += S::width) {
@@ -263,18 +268,19 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
 
 // [4] ------------------------------------------------------------------------------------------------------------------
 
-/// o[r][dim .. dim + vectors * width) += p[t][r] * V[t][dim ..] over the step, accumulators in registers throughout.
+/// o += p[t][r] * V[t][.. vectors * width) over the step, accumulators in registers throughout. `o_stride` floats lie
+/// between two vectors of a row, `width` between two rows.
 template <class S, KvFormat format, int rows, int vectors>
 void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t token_stride,
                       std::int64_t num_tokens, const float* p, std::int64_t p_stride, std::int64_t num_passes,
-                      RowPrefetcher<S>& ahead, float* o, std::int64_t o_row_floats) {
+                      StepPrefetcher<S>& ahead, float* o, std::int64_t o_stride) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
   Vec acc[rows][vectors];
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {
     KVONCE_UNROLL
-    for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + r * o_row_floats + i * S::width);
+    for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + i * o_stride + r * S::width);
   }
   const auto add_token = [&acc](const typename E::Stored* values, const float* weights) {
     Vec value[vectors];
@@ -293,20 +299,16 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
   };
   // Two tokens per turn: the loop's own instructions compete with the multiply-adds for the same two ports.
   std::int64_t tokens_left = num_tokens;
-  std::int64_t unfetched = 0;  // the step's passes share its rows: one row every num_passes tokens
   for (; tokens_left >= 2; tokens_left -= 2, v += 2 * token_stride, p += 2 * p_stride) {
-    for (unfetched += 2; unfetched >= num_passes; unfetched -= num_passes) ahead.fetch_row();
+    ahead.advance(2, num_passes);
     add_token(v, p);
     add_token(v + token_stride, p + p_stride);
   }
-  if (tokens_left > 0) {
-    ahead.fetch_row();
-    add_token(v, p);
-  }
+  if (tokens_left > 0) add_token(v, p);
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {
     KVONCE_UNROLL
-    for (int i = 0; i < vectors; ++i) S::store(o + r * o_row_floats + i * S::width, acc[r][i]);
+    for (int i = 0; i < vectors; ++i) S::store(o + i * o_stride + r * S::width, acc[r][i]);
   }
 }
 
@@ -321,8 +323,8 @@ constexpr int value_vectors(int rows) {
 
 template <class S, KvFormat format, int rows>
 void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* p,
-                       std::int64_t p_stride, std::int64_t dims, RowPrefetcher<S>& ahead, float* o,
-                       std::int64_t o_row_floats) {
+                       std::int64_t p_stride, std::int64_t dims, StepPrefetcher<S>& ahead, float* o,
+                       std::int64_t o_stride) {
   using E = typename S::template Elements<format>;
   constexpr int kVectors = value_vectors<S>(rows);
   const auto* v = static_cast<const typename E::Stored*>(v_rows);
@@ -332,7 +334,7 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
     constexpr int kCount = decltype(vectors)::value;
     for (; dim + kCount * S::width <= dims; dim += kCount * S::width) {
       accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, num_passes, ahead,
-                                                o + dim, o_row_floats);
+                                                o + dim / S::width * o_stride, o_stride);
     }
   };
   if constexpr (kVectors >= 8) pass(Constant<8>{});
@@ -343,7 +345,7 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
     for (std::int64_t t = 0; t < num_tokens; ++t) {
       const typename S::Vec value = load_tail<S, format>(v + t * token_stride + dim, dims - dim);
       for (int r = 0; r < rows; ++r) {
-        float* o_vec = o + r * o_row_floats + dim;
+        float* o_vec = o + dim / S::width * o_stride + r * S::width;
         S::store(o_vec, S::fmadd(value, S::broadcast(p[t * p_stride + r]), S::load(o_vec)));
       }
     }
@@ -354,18 +356,19 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
 
 /// Normalises one row's o back into dim order and writes its lse. `sum` is the row's total over all lanes.
 template <class S, KvFormat format>
-void store_partial(const float* o, float maximum, float sum, std::int64_t dims, float* partial_o, float* partial_lse) {
+void store_partial(const float* o, std::int64_t o_stride, float maximum, float sum, std::int64_t dims, float* partial_o,
+                   float* partial_lse) {
   constexpr std::int64_t kPair = 2 * S::width;
   const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
   const std::int64_t even_odd_end = S::template Elements<format>::kEvenOdd ? dims / kPair * kPair : 0;
-  for (std::int64_t dim = 0; dim < even_odd_end; dim += kPair) {
+  for (std::int64_t dim = 0; dim < even_odd_end; dim += kPair, o += 2 * o_stride) {
     for (int i = 0; i < S::width; ++i) {
-      partial_o[dim + 2 * i] = o[dim + i] * inverse;
-      partial_o[dim + 2 * i + 1] = o[dim + S::width + i] * inverse;
+      partial_o[dim + 2 * i] = o[i] * inverse;
+      partial_o[dim + 2 * i + 1] = o[o_stride + i] * inverse;
     }
   }
-  for (std::int64_t dim = even_odd_end; dim < dims; dim += S::width) {
-    S::store(partial_o + dim, S::mul(S::load(o + dim), S::broadcast(inverse)));
+  for (std::int64_t dim = even_odd_end; dim < dims; dim += S::width, o += o_stride) {
+    S::store(partial_o + dim, S::mul(S::load(o), S::broadcast(inverse)));
   }
   *partial_lse = sum == 0.0F ? -INFINITY : maximum * shared::kLn2 + ::logf(sum);
 }

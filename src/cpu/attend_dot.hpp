@@ -36,7 +36,7 @@ void load_row_tile_dot(const ChunkTask& task, std::int64_t first_row, int rows, 
 // [2] As score_tokens of attend.hpp.
 template <class S, int rows>
 void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
-                      std::int64_t dims, float scale_log2e, RowPrefetcher<S>& ahead, float* scores) {
+                      std::int64_t dims, float scale_log2e, StepPrefetcher<S>& ahead, float* scores) {
   using Vec = typename S::Vec;
   using Pairs = typename S::Pairs;
   constexpr int kLaneRows = lane_rows(rows);
@@ -47,7 +47,7 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const std::uint16_t* row[kTokens];
     find_rows(k, token_stride, token, num_tokens, row);
-    for (int j = 0; j < kTokens; ++j) ahead.fetch_row();
+    ahead.advance(kTokens);
     Vec acc[S::width];
     KVONCE_UNROLL
     for (int i = 0; i < S::width; ++i) acc[i] = S::zero();

@@ -24,6 +24,7 @@ Device describe(std::string_view target, int num_threads) {
   device.l1_bytes = caches.l1_bytes;
   device.l2_bytes = caches.l2_bytes;
   device.l3_bytes = caches.l3_bytes;
+  device.fetches_line_pairs = fetches_line_pairs();
   device.fast_pair_dot = has_fast_pair_dot();
   device.unavailable = find_target(target) == nullptr
                            ? "target " + std::string(target) + ": not built for this architecture"

@@ -5,6 +5,7 @@
 
 #include "cpu/attend.hpp"
 #include "cpu/attend_dot.hpp"
+#include "cpu/attend_split.hpp"
 #include "cpu/task.hpp"
 
 namespace kvonce::cpu {
@@ -13,15 +14,19 @@ namespace kvonce::cpu {
 template <class S>
 struct TileKernels {
   void (*load_row_tile)(const ChunkTask&, std::int64_t, int, float*);
-  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, float, RowPrefetcher<S>&,
+  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, float, StepPrefetcher<S>&,
                        float*);
   void (*update_softmax)(float*, std::int64_t, float*, float*, float*, std::int64_t);
   void (*accumulate_values)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t,
-                            RowPrefetcher<S>&, float*, std::int64_t);
+                            StepPrefetcher<S>&, float*, std::int64_t);
 };
 
 template <class S, int rows, KvFormat k_format, KvFormat v_format>
 constexpr TileKernels<S> tile_kernels() {
+  if constexpr (S::kHasSplit && lane_rows(rows) == 8) {
+    return {load_row_tile_split<S, k_format>, score_tokens_split<S, k_format, rows>, update_softmax<S, rows>,
+            accumulate_values<S, v_format, rows>};
+  }
   return {load_row_tile<S, k_format>, score_tokens<S, k_format, rows>, update_softmax<S, rows>,
           accumulate_values<S, v_format, rows>};
 }
@@ -50,15 +55,15 @@ TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
 }
 
 template <class S>
-void store_row(const ChunkTask& task, const float* o, float maximum, float sum, std::int64_t row) {
+void store_row(const ChunkTask& task, const float* o, std::int64_t o_stride, float maximum, float sum, std::int64_t row) {
   float* partial_o = task.partial_o + row * task.partial_row_stride;
   float* partial_lse = task.partial_lse + row * task.lse_row_stride;
   switch (task.v_format) {
     case KvFormat::bf16:
-      store_partial<S, KvFormat::bf16>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse);
+      store_partial<S, KvFormat::bf16>(o, o_stride, maximum, sum, task.head_dim_v, partial_o, partial_lse);
       break;
     default:
-      store_partial<S, KvFormat::f32>(o, maximum, sum, task.head_dim_v, partial_o, partial_lse);
+      store_partial<S, KvFormat::f32>(o, o_stride, maximum, sum, task.head_dim_v, partial_o, partial_lse);
       break;
   }
 }
@@ -137,13 +142,14 @@ class ChunkRunner {
     return static_cast<const char*>(task_.v) + token * task_.v_token_stride * bytes_of(task_.v_format);
   }
 
-  /// Rows of K or V that lie prefetch_tokens behind `tokens`. Only the first tile of a step waits for memory.
-  [[nodiscard]] RowPrefetcher<S> rows_ahead(int i, const shared::TokenRange& tokens, const void* data,
-                                            std::int64_t token_stride, KvFormat format, std::int64_t dims) const {
-    if (i != 0 || task_.prefetch_tokens == 0) return {};
+  /// The step that lies prefetch_tokens behind `tokens`. Only the first tile of a step waits for memory.
+  [[nodiscard]] StepPrefetcher<S> step_ahead(int i, const shared::TokenRange& tokens, const void* data,
+                                             std::int64_t token_stride, KvFormat format, std::int64_t dims) const {
+    const std::int64_t begin = tokens.begin + task_.prefetch_tokens;
+    const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
+    if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
     const std::int64_t stride_bytes = token_stride * bytes_of(format);
-    return {static_cast<const char*>(data) + (tokens.begin + task_.prefetch_tokens) * stride_bytes, stride_bytes,
-            dims * bytes_of(format), tokens.end - tokens.begin, 3 * task_.prefetch_tokens};
+    return {static_cast<const char*>(data) + begin * stride_bytes, stride_bytes, dims * bytes_of(format), end - begin, task_.prefetch_lines};
   }
 
   void start_tile(int i) {
@@ -168,7 +174,7 @@ class ChunkRunner {
     const RowTile t = tile(i);
     if (!touches(t, tokens)) return;
     const std::int64_t count = tokens.end - tokens.begin;
-    RowPrefetcher<S> ahead = rows_ahead(i, tokens, task_.k, task_.k_token_stride, task_.k_format, task_.head_dim_qk);
+    StepPrefetcher<S> ahead = step_ahead(i, tokens, task_.k, task_.k_token_stride, task_.k_format, task_.head_dim_qk);
     kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
                             task_.scale_log2e, ahead, scores_of(i));
     if (!is_whole(t, tokens)) hide_scores(t, tokens, scores_of(i));
@@ -189,13 +195,13 @@ class ChunkRunner {
     if (!touches(t, tokens)) return;
     if (is_whole(t, tokens)) {
       // V that is a view of K was fetched with K.
-      RowPrefetcher<S> ahead = rows_ahead(task_.v == task_.k ? -1 : i, tokens, task_.v, task_.v_token_stride,
+      StepPrefetcher<S> ahead = step_ahead(task_.v == task_.k ? -1 : i, tokens, task_.v, task_.v_token_stride,
                                           task_.v_format, task_.head_dim_v);
       kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
-                                   lane_rows(t.rows), task_.head_dim_v, ahead, o_of(i), o_floats_);
+                                   lane_rows(t.rows), task_.head_dim_v, ahead, o_of(i), t.rows * S::width);
       return;
     }
-    RowPrefetcher<S> none;
+    StepPrefetcher<S> none;
     for (int r = 0; r < t.rows; ++r) {
       shared::TokenRange seen = visible(t.first_row + r);
       if (seen.begin < tokens.begin) seen.begin = tokens.begin;
@@ -203,7 +209,7 @@ class ChunkRunner {
       if (seen.begin >= seen.end) continue;
       one_row_.accumulate_values(v_at(seen.begin), task_.v_token_stride, seen.end - seen.begin,
                                  scores_of(i) + (seen.begin - tokens.begin) * lane_rows(t.rows) + r, lane_rows(t.rows),
-                                 task_.head_dim_v, none, o_of(i) + r * o_floats_, o_floats_);
+                                 task_.head_dim_v, none, o_of(i) + r * S::width, t.rows * S::width);
     }
   }
 
@@ -213,7 +219,7 @@ class ChunkRunner {
     for (int r = 0; r < t.rows; ++r) {
       float sum = 0.0F;
       for (int lane = r; lane < S::width; lane += stride) sum += sum_of(i)[lane];
-      store_row<S>(task_, o_of(i) + r * o_floats_, maximum_of(i)[r], sum, t.first_row + r);
+      store_row<S>(task_, o_of(i) + r * S::width, t.rows * S::width, maximum_of(i)[r], sum, t.first_row + r);
     }
   }
 

@@ -43,6 +43,14 @@ std::string missing_feature(std::string_view target) {
 #endif
 }
 
+bool fetches_line_pairs() {
+#if defined(KVONCE_X86)
+  return __builtin_cpu_is("intel") != 0;
+#else
+  return false;
+#endif
+}
+
 bool has_fast_pair_dot() {
 #if defined(KVONCE_X86)
   return missing_feature("avx512_bf16").empty() && __builtin_cpu_is("amd") != 0;

@@ -10,6 +10,9 @@ namespace kvonce::cpu {
 /// Empty when the processor and the operating system run `target`; else the missing feature, as a sentence.
 std::string missing_feature(std::string_view target);
 
+/// An L2 miss brings the other line of its 128-byte pair too: Intel's adjacent-line prefetcher.
+bool fetches_line_pairs();
+
 /// VDPBF16PS beats shifting bf16 to float32 and multiplying that. Measured on Sapphire Rapids it does not: L2-resident,
 /// one thread, 8 rows, d128 11.3 GB/s against 14.1, d64 9.7 against 11.7. On Zen 5 a prototype with pair products ran
 /// 1.75x faster than its own converted f16 (32q/4kv d128 kv=8192); shift and multiply was not compared there.

@@ -61,22 +61,22 @@ std::int64_t choose_chunk_tokens(const Problem& p) {
   return std::clamp<std::int64_t>(bytes / token_bytes / 64 * 64, 128, 4096);
 }
 
-/// A step's K rows take 16 KB, so that they and the V rows stay in a 48 KB L1 cache while the row tiles reuse them.
-/// Ice Lake, 2 threads, f16 32q/4kv d128 kv=8192: 64 tokens reach 0.71 of the read loop, 32 tokens 0.64; f32 (512-byte
-/// rows): 32 tokens 0.71, 64 tokens 0.72 and slower at group 1 (0.66 against 0.77).
+/// A step's K rows take 16 KB, four pages that StepPrefetcher fetches side by side; with the V rows and the step after them
+/// they fit a 48 KB L1 cache. Ice Lake, 2 threads, bf16, share of a plain read at 1 and 8 rows: d128 64 tokens 0.84 0.51,
+/// 32 tokens 0.70 0.46, 128 tokens 0.84 0.51; d64 128 tokens 0.85 0.49, 64 tokens 0.74 0.46.
 std::int64_t choose_step_tokens(const Problem& p) {
   constexpr std::int64_t kStepBytes = 16 * 1024;
-  std::int64_t tokens = 64;  // powers of two, so that steps fill the usual chunk sizes
+  std::int64_t tokens = 128;  // powers of two, so that steps fill the usual chunk sizes
   while (tokens > 16 && tokens * format_bytes(p.k_format, p.head_dim_qk) > kStepBytes) tokens /= 2;
   return tokens;
 }
 
-/// 4 KB of K ahead into L1, four times as far into L2. Ice Lake, 2 threads, bf16, kv 8192, best of 75 rounds, share of the
-/// read loop at 32q/32kv, 8kv, 4kv d128 and 64q/8kv d64: 0.69 0.64 0.64 0.62; 8 KB and twice as far: 0.68 0.68 0.61 0.46;
-/// 2 KB and eight times as far: 0.66 0.63 0.56 0.46.
-std::int64_t choose_prefetch_tokens(const Problem& p) {
-  constexpr std::int64_t kNearBytes = 4 * 1024;
-  return std::clamp<std::int64_t>(kNearBytes / format_bytes(p.k_format, p.head_dim_qk), 4, 64);
+/// From five rows on, 16-bit formats are bound by arithmetic, and a request costs more than it gains where the processor
+/// fetches cache lines by the pair. Ice Lake, 2 threads, GB/s per thread with a request for every and for every second line:
+/// bf16 d128 8 rows 7.4 and 7.7, 1 row 12.0 and 8.2; f32 8 rows 10.1 and 9.1.
+std::int64_t choose_prefetch_lines(const Problem& p, const Policy& policy, const Device& device) {
+  const std::int64_t rows = std::min(p.rows_per_stream(), policy.row_tile);
+  return device.fetches_line_pairs && rows > 4 && p.k_format != KvFormat::f32 ? 2 : 1;
 }
 
 /// `lowest` is the field's way of saying "choose".
@@ -94,6 +94,7 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   require_not_negative("policy.chunk_tokens", policy.chunk_tokens, 0);
   require_not_negative("policy.step_tokens", policy.step_tokens, 0);
   require_not_negative("policy.prefetch_tokens", policy.prefetch_tokens, -1);
+  require_not_negative("policy.prefetch_lines", policy.prefetch_lines, 0);
   require_not_negative("policy.pair_dot", policy.pair_dot, -1);
   if (policy.row_tile == 0) {
     policy.row_tile = target.max_row_tile;
@@ -117,7 +118,11 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
     core::refuse(ErrorCode::InvalidArgument, "policy.step_tokens", std::to_string(policy.step_tokens),
                  "a multiple of 16 up to 1024");
   }
-  if (policy.prefetch_tokens < 0) policy.prefetch_tokens = choose_prefetch_tokens(p);
+  if (policy.prefetch_tokens < 0) policy.prefetch_tokens = policy.step_tokens;
+  if (policy.prefetch_lines == 0) policy.prefetch_lines = choose_prefetch_lines(p, policy, data.device);
+  if (policy.prefetch_lines > 2) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_lines", std::to_string(policy.prefetch_lines), "1 or 2");
+  }
   const bool can_pair_dot = target.has_pair_dot && p.q_dtype == DType::bf16 && p.k_format == KvFormat::bf16;
   if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot ? 1 : 0;
   if (policy.pair_dot > (can_pair_dot ? 1 : 0)) {

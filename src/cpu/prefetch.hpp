@@ -1,43 +1,64 @@
-// Brings K and V rows closer while an earlier token step is computed.
+// Brings the rows of a later token step into the L1 cache while the current one is computed.
 #pragma once
 
 #include <cstdint>
 
+#include "shared/token_range.h"
+
 namespace kvonce::cpu {
 
-/// The rows of a later step, one at a time between the arithmetic of the current one: whole rows in ascending order, because
-/// the processor's own prefetcher follows only ascending lines. Each line is asked for twice, early into the L2 cache and
-/// later into L1: one request alone would hold a scarce L1 fill buffer for the whole memory latency. The early request names
-/// every second line, the processor fetches its neighbour with it.
+/// Asks for the rows of one later step, spread over the arithmetic of the current step. Four neighbouring parts of the step
+/// are fetched side by side, a cache line of each in turn: a part is about a page, each page has a hardware prefetcher of
+/// its own, and four of them keep more of the memory busy than one (group 1, bf16, d128, two threads of an Ice Lake
+/// server: 0.80 of a plain read instead of 0.62 for one row after the other).
 template <class S>
-class RowPrefetcher {
+class StepPrefetcher {
  public:
-  RowPrefetcher() = default;
-  RowPrefetcher(const void* first_row, std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t num_rows,
-                std::int64_t far_rows)
+  StepPrefetcher() = default;
+  /// Asks for one cache line of every `line_step`.
+  StepPrefetcher(const void* first_row, std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t num_rows,
+                 std::int64_t line_step = 1)
       : next_(static_cast<const char*>(first_row)),
-        stride_bytes_(stride_bytes),
-        row_bytes_(row_bytes),
-        rows_left_(num_rows),
-        far_bytes_(far_rows * stride_bytes) {}
-
-  void fetch_row() {
-    if (rows_left_ == 0) return;
-    for (std::int64_t byte = 0; byte < row_bytes_; byte += 128) {
-      S::prefetch(next_ + byte);
-      S::prefetch(next_ + byte + 64);
-      S::prefetch_far(next_ + byte + far_bytes_);
+        part_stride_(shared::ceil_div(num_rows, kParts) * stride_bytes),
+        request_bytes_(kLineBytes * line_step),
+        requests_per_row_(shared::ceil_div(row_bytes, request_bytes_)),
+        piece_requests_(requests_per_row_),
+        pieces_left_(shared::ceil_div(num_rows, kParts)) {
+    if (stride_bytes == row_bytes) {  // a part is one piece without gaps
+      piece_requests_ = shared::ceil_div(part_stride_, request_bytes_);
+      pieces_left_ = 1;
     }
-    next_ += stride_bytes_;
-    --rows_left_;
+    gap_bytes_ = stride_bytes - piece_requests_ * request_bytes_;
+    requests_left_ = piece_requests_;
+  }
+
+  /// Work on `rows` rows was done, or on a share of their dims when the step's rows are gone through num_passes times.
+  void advance(std::int64_t rows, std::int64_t num_passes = 1) {
+    for (due_ += rows * requests_per_row_; due_ >= kParts * num_passes; due_ -= kParts * num_passes) {
+      if (pieces_left_ == 0) return;
+      for (int part = 0; part < kParts; ++part) S::prefetch(next_ + part * part_stride_);
+      next_ += request_bytes_;
+      if (--requests_left_ == 0) {
+        next_ += gap_bytes_;
+        requests_left_ = piece_requests_;
+        --pieces_left_;
+      }
+    }
   }
 
  private:
+  static constexpr std::int64_t kParts = 4;
+  static constexpr std::int64_t kLineBytes = 64;
+
   const char* next_ = nullptr;
-  std::int64_t stride_bytes_ = 0;
-  std::int64_t row_bytes_ = 0;
-  std::int64_t rows_left_ = 0;
-  std::int64_t far_bytes_ = 0;
+  std::int64_t part_stride_ = 0;
+  std::int64_t request_bytes_ = 0;
+  std::int64_t requests_per_row_ = 0;
+  std::int64_t piece_requests_ = 0;
+  std::int64_t pieces_left_ = 0;
+  std::int64_t gap_bytes_ = 0;
+  std::int64_t requests_left_ = 0;
+  std::int64_t due_ = 0;
 };
 
 }  // namespace kvonce::cpu

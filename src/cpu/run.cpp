@@ -170,6 +170,7 @@ class Call {
     t.row_tile = data_.policy.row_tile;
     t.step_tokens = data_.policy.step_tokens;
     t.prefetch_tokens = data_.policy.prefetch_tokens;
+    t.prefetch_lines = data_.policy.prefetch_lines;
     t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot) * data_.workspace.scratch_bytes);
     const std::int64_t padded = round_up(p_.head_dim_v, kPadFloats);
     t.partial_o = partial_o_ + (first_partial(item) + item.chunk) * padded;

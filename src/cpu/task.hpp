@@ -46,6 +46,7 @@ struct ChunkTask {
   std::int64_t row_tile;
   std::int64_t step_tokens;
   std::int64_t prefetch_tokens;
+  std::int64_t prefetch_lines;  // one request per so many cache lines
   float* scratch;  // scratch_floats() floats, 64-byte aligned, private to the worker
 
   float* partial_o;  // row r at partial_o + r * partial_row_stride: [round_up(head_dim_v, kPadFloats)]

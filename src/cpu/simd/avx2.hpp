@@ -16,6 +16,7 @@ struct Simd {
   static constexpr int width = 8;
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
+  static constexpr bool kHasSplit = false;
   static constexpr bool kHasPairDot = false;
   using Vec = __m256;
 
@@ -68,7 +69,6 @@ struct Simd {
   }
 
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-  static void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
   template <KvFormat format>
   struct Elements;

@@ -6,6 +6,7 @@ struct Simd {
   static constexpr int width = 16;
   static constexpr int kMaxRowTile = 8;
   static constexpr int kRegisters = 32;
+  static constexpr bool kHasSplit = true;
   static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   using Vec = __m512;
 
@@ -19,6 +20,7 @@ struct Simd {
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static void pin(Vec& v) { asm("" : "+v"(v)); }
+  static void pin(__m512i& v) { asm("" : "+v"(v)); }
 #if KVONCE_TARGET_HAS_PAIR_DOT
   /// Lane l: acc + a[2l] * b[2l] + a[2l + 1] * b[2l + 1] over 32 bf16 values; flushes denormal inputs to zero.
   using Pairs = __m512i;
@@ -26,7 +28,6 @@ struct Simd {
   static Pairs load_half_pairs(const std::uint16_t* p) {
     return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static void pin(Pairs& v) { asm("" : "+v"(v)); }
   static Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
@@ -61,10 +62,37 @@ struct Simd {
       quarter[i] =
           add(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88), _mm512_shuffle_f32x4(half[i], half[i + 4], 0xDD));
     }
-    const Vec low = add(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
-    const Vec high = add(_mm512_unpacklo_ps(quarter[2], quarter[3]), _mm512_unpackhi_ps(quarter[2], quarter[3]));
+    return sum_quarters(quarter);
+  }
+
+  static Vec load_twice(const float* p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
+
+  template <bool even_odd>
+  static void store_halves(float* a, float* b, Vec v) {
+    if constexpr (even_odd) {
+      const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+      v = _mm512_permutexvar_ps(order, v);
+    }
+    _mm256_storeu_ps(a, _mm512_castps512_ps256(v));
+    _mm256_storeu_ps(b, _mm512_extractf32x8_ps(v, 1));
+  }
+
+  static Vec sum_halves(const Vec (&v)[8]) {
+    // The 128-bit quarters of each half first, then pairs of lanes.
+    Vec quarter[4];
+    KVONCE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      quarter[i] = add(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x88), _mm512_shuffle_f32x4(v[i], v[i + 4], 0xDD));
+    }
+    return sum_quarters(quarter);
+  }
+
+  /// Lane 4 i + j of the result is the sum of 128-bit quarter i of v[j], quarters in the order 0, 2, 1, 3.
+  static Vec sum_quarters(const Vec (&v)[4]) {
+    const Vec low = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const Vec high = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
     const Vec sums = add(unpacklo_pairs(low, high), unpackhi_pairs(low, high));
-    return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));  // 128-bit quarters stand in order 0, 2, 1, 3
+    return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));
   }
 
   static Vec unpacklo_pairs(Vec a, Vec b) {
@@ -84,7 +112,6 @@ struct Simd {
   }
 
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-  static void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
   template <KvFormat format>
   struct Elements;
@@ -116,6 +143,13 @@ struct Simd::Elements<KvFormat::f32> {
     a = load(p);
     b = load(p + width);
   }
+  static Vec load_halves(const Stored* a, const Stored* b) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
+  }
+  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
+    a = load_halves(p0, p1);
+    b = load_halves(p0 + width / 2, p1 + width / 2);
+  }
 };
 
 template <>
@@ -126,6 +160,15 @@ struct Simd::Elements<KvFormat::f16> {
   static void load_pair(const Stored* p, Vec& a, Vec& b) {
     a = load(p);
     b = load(p + width);
+  }
+  static Vec load_halves(const Stored* a, const Stored* b) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+  }
+  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
+    a = load_halves(p0, p1);
+    b = load_halves(p0 + width / 2, p1 + width / 2);
   }
 };
 
@@ -138,7 +181,15 @@ struct Simd::Elements<KvFormat::bf16> {
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
   static void load_pair(const Stored* p, Vec& a, Vec& b) {
-    const __m512i bits = _mm512_loadu_si512(p);
+    from_bits(_mm512_loadu_si512(p), a, b);
+  }
+  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p0));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p1));
+    from_bits(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), a, b);
+  }
+  static void from_bits(__m512i bits, Vec& a, Vec& b) {
+    pin(bits);  // one load, not one per use
     a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
     b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
   }

@@ -7,11 +7,15 @@
 //   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max returns its second operand when either is NaN
 //   pin                                the value stays in a register: gcc otherwise folds a load into each of its uses,
 //                                      and the kernels are bound by loads (f32, 8 rows, d128, AVX-512: 1.45x, Ice Lake)
+//   kHasSplit                          the verbs of attend_split.hpp: load_twice(p) puts width / 2 floats into both halves,
+//                                      store_halves<even_odd> takes them apart (even_odd: even and odd lanes),
+//                                      sum_halves(v) has the sum of v[i]'s lower half in lane i, of its upper in width / 2 + i,
+//                                      load_split(p0, p1, a, b) loads `width` dims of two tokens, half a vector of each
 //   exp2                               2^x for x <= 0; -inf gives exactly 0, NaN stays NaN; relative error < 2e-7
 //   any_greater(a, b)                  true when a > b in some lane
 //   sum_lanes(v)                       lane i of the result is the sum of the lanes of v[i]
 //   max_across<period>                 every lane gets the maximum over the lanes that are equal to it modulo period
-//   prefetch, prefetch_far             one cache line into the nearest cache, into the second nearest; never faults
+//   prefetch                           one cache line into the nearest cache; never faults
 //   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors
 //   store_as<dtype>(p, v, count)       the first count lanes rounded to dtype
 #pragma once
@@ -30,6 +34,7 @@ struct Simd {
   static constexpr int width = 4;
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
+  static constexpr bool kHasSplit = false;
   static constexpr bool kHasPairDot = false;
   typedef float Vec __attribute__((vector_size(16)));
   typedef std::int32_t IntVec __attribute__((vector_size(16)));
@@ -96,7 +101,6 @@ struct Simd {
   }
 
   static void prefetch(const void* p) { __builtin_prefetch(p); }
-  static void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
   template <KvFormat format>
   struct Elements;
