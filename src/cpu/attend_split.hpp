@@ -1,6 +1,6 @@
 // Steps [1] and [2] for tiles of more than four rows on targets with wide vectors: a K vector holds half as many dims of two
 // tokens, so a row's accumulator collects two scores and the reduction costs half as much per score (bf16, group 8, AVX-512:
-// 8 + 22 instead of 46 instructions beside 128 multiply-adds at d128, 4 + 22 instead of 46 beside 64 at d64).
+// 8 + 22 instead of 46 instructions beside 128 multiply-adds at d128, 4 + 22 beside 64 at d64).
 #pragma once
 
 #include <cstdint>

@@ -111,7 +111,16 @@ class ChunkRunner {
   // Tiles differ by at most one row: 9 rows at row_tile 8 run as 5 + 4, not 8 + 1.
   [[nodiscard]] std::int64_t tile_begin(int i) const { return task_.num_rows * i / num_tiles_; }
 
-  [[nodiscard]] RowTile tile(int i) const {
+  /// Tile i; a single tile is worked out once per chunk.
+  [[nodiscard]] const RowTile& tile(int i) {
+    if (i != tile_index_) {
+      tile_ = make_tile(i);
+      tile_index_ = i;
+    }
+    return tile_;
+  }
+
+  [[nodiscard]] RowTile make_tile(int i) const {
     const std::int64_t begin = tile_begin(i);
     const std::int64_t end = tile_begin(i + 1);
     const std::int64_t first_row = task_.row_begin + begin;
@@ -153,7 +162,7 @@ class ChunkRunner {
   }
 
   void start_tile(int i) {
-    const RowTile t = tile(i);
+    const RowTile& t = tile(i);
     kernels(t).load_row_tile(task_, t.first_row, t.rows, q_of(i));
     float* o = o_of(i);
     for (std::int64_t k = 0; k < t.rows * o_floats_; ++k) o[k] = 0.0F;
@@ -171,7 +180,7 @@ class ChunkRunner {
   }
 
   void score_tile(int i, const shared::TokenRange& tokens) {
-    const RowTile t = tile(i);
+    const RowTile& t = tile(i);
     if (!touches(t, tokens)) return;
     const std::int64_t count = tokens.end - tokens.begin;
     StepPrefetcher<S> ahead = step_ahead(i, tokens, task_.k, task_.k_token_stride, task_.k_format, task_.head_dim_qk);
@@ -191,7 +200,7 @@ class ChunkRunner {
   }
 
   void value_tile(int i, const shared::TokenRange& tokens) {
-    const RowTile t = tile(i);
+    const RowTile& t = tile(i);
     if (!touches(t, tokens)) return;
     if (is_whole(t, tokens)) {
       // V that is a view of K was fetched with K.
@@ -214,7 +223,7 @@ class ChunkRunner {
   }
 
   void finish_tile(int i) {
-    const RowTile t = tile(i);
+    const RowTile& t = tile(i);
     const int stride = lane_rows(t.rows);
     for (int r = 0; r < t.rows; ++r) {
       float sum = 0.0F;
@@ -233,6 +242,8 @@ class ChunkRunner {
   float* maximum_;
   float* sum_;
   int small_rows_;  // tiles have this many rows or one more
+  int tile_index_ = -1;
+  RowTile tile_{};
   TileKernels<S> one_row_;
   TileKernels<S> small_;
   TileKernels<S> large_;

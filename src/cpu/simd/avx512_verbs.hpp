@@ -143,12 +143,9 @@ struct Simd::Elements<KvFormat::f32> {
     a = load(p);
     b = load(p + width);
   }
-  static Vec load_halves(const Stored* a, const Stored* b) {
-    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
-  }
   static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
-    a = load_halves(p0, p1);
-    b = load_halves(p0 + width / 2, p1 + width / 2);
+    a = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0)), _mm256_loadu_ps(p1), 1);
+    b = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0 + 8)), _mm256_loadu_ps(p1 + 8), 1);
   }
 };
 
@@ -161,14 +158,11 @@ struct Simd::Elements<KvFormat::f16> {
     a = load(p);
     b = load(p + width);
   }
-  static Vec load_halves(const Stored* a, const Stored* b) {
-    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
-    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
-    return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
-  }
   static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
-    a = load_halves(p0, p1);
-    b = load_halves(p0 + width / 2, p1 + width / 2);
+    const Vec first = load(p0);
+    const Vec second = load(p1);
+    a = _mm512_shuffle_f32x4(first, second, 0x44);
+    b = _mm512_shuffle_f32x4(first, second, 0xEE);
   }
 };
 
