@@ -21,7 +21,7 @@
 #include <cstdint>
 
 #include "baselines/target_kernels.hpp"
-#include "cpu/prefetch.hpp"
+#include "cpu/simd/prefetch.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "shared/numeric.h"
 #include "shared/partial.h"

@@ -23,7 +23,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cpu/prefetch.hpp"
+#include "cpu/simd/prefetch.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "cpu/task.hpp"
 #include "shared/numeric.h"
@@ -119,8 +119,8 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
         row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
     with_dtype(task.q_dtype, [&](auto q_format) {
       using Stored = typename S::template Elements<decltype(q_format)::value>::Stored;
-      load_row<S, format, decltype(q_format)::value>(static_cast<const Stored*>(task.q) + offset, task.head_dim_qk, rows,
-                                                     q);
+      load_row<S, format, decltype(q_format)::value>(static_cast<const Stored*>(task.q) + offset, task.head_dim_qk,
+                                                     rows, q);
     });
   }
 }

@@ -55,7 +55,8 @@ TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
 }
 
 template <class S>
-void store_row(const ChunkTask& task, const float* o, std::int64_t o_stride, float maximum, float sum, std::int64_t row) {
+void store_row(const ChunkTask& task, const float* o, std::int64_t o_stride, float maximum, float sum,
+               std::int64_t row) {
   float* partial_o = task.partial_o + row * task.partial_row_stride;
   float* partial_lse = task.partial_lse + row * task.lse_row_stride;
   switch (task.v_format) {
@@ -158,7 +159,8 @@ class ChunkRunner {
     const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
     if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
     const std::int64_t stride_bytes = token_stride * bytes_of(format);
-    return {static_cast<const char*>(data) + begin * stride_bytes, stride_bytes, dims * bytes_of(format), end - begin, task_.prefetch_lines};
+    return {static_cast<const char*>(data) + begin * stride_bytes, stride_bytes, dims * bytes_of(format), end - begin,
+            task_.prefetch_lines};
   }
 
   void start_tile(int i) {
@@ -205,7 +207,7 @@ class ChunkRunner {
     if (is_whole(t, tokens)) {
       // V that is a view of K was fetched with K.
       StepPrefetcher<S> ahead = step_ahead(task_.v == task_.k ? -1 : i, tokens, task_.v, task_.v_token_stride,
-                                          task_.v_format, task_.head_dim_v);
+                                           task_.v_format, task_.head_dim_v);
       kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
                                    lane_rows(t.rows), task_.head_dim_v, ahead, o_of(i), t.rows * S::width);
       return;

@@ -47,7 +47,7 @@ struct ChunkTask {
   std::int64_t step_tokens;
   std::int64_t prefetch_tokens;
   std::int64_t prefetch_lines;  // one request per so many cache lines
-  float* scratch;  // scratch_floats() floats, 64-byte aligned, private to the worker
+  float* scratch;               // scratch_floats() floats, 64-byte aligned, private to the worker
 
   float* partial_o;  // row r at partial_o + r * partial_row_stride: [round_up(head_dim_v, kPadFloats)]
   std::int64_t partial_row_stride;

@@ -101,7 +101,8 @@ TEST_P(RefusalTest, PolicyFieldsActOrAreRefused) {
                                                                    {"rows_per_worker", &Policy::rows_per_worker},
                                                                    {"chunk_tokens", &Policy::chunk_tokens},
                                                                    {"step_tokens", &Policy::step_tokens},
-                                                                   {"prefetch_tokens", &Policy::prefetch_tokens}};
+                                                                   {"prefetch_tokens", &Policy::prefetch_tokens},
+                                                                   {"prefetch_lines", &Policy::prefetch_lines}};
   for (const auto& [name, member] : fields) {
     for (const std::int64_t value : {1, 2, 3, 5, 8, 16, 17, 64, 100, 4096}) {
       CaseSpec spec = typical(3, KvFormat::f16, 64, 5, 2);

@@ -155,10 +155,11 @@ TEST(PlanTest, EveryPolicyFieldIsDecidedAndAskedFieldsAreKept) {
   EXPECT_GT(chosen.chunk_tokens, 0);
   EXPECT_GT(chosen.step_tokens, 0);
   EXPECT_GE(chosen.prefetch_tokens, 0);
+  EXPECT_GT(chosen.prefetch_lines, 0);
   EXPECT_GE(chosen.pair_dot, 0);
 
   PlanOptions options;
-  options.policy = {2, 16, 640, 48, 0, 0};
+  options.policy = {2, 16, 640, 48, 0, 2, 0};
   const Policy kept = make_plan(decode_problem(), device(), options).policy();
   EXPECT_EQ(to_string(kept), to_string(options.policy));
 }
@@ -186,6 +187,8 @@ TEST(PlanTest, ImpossiblePolicyFieldsAreRefusedByName) {
       {"step_tokens", &Policy::step_tokens, -16},
       {"step_tokens", &Policy::step_tokens, 1LL << 40},
       {"prefetch_tokens", &Policy::prefetch_tokens, 1LL << 40},
+      {"prefetch_lines", &Policy::prefetch_lines, 3},
+      {"prefetch_lines", &Policy::prefetch_lines, -1},
       {"pair_dot", &Policy::pair_dot, 1},
       {"pair_dot", &Policy::pair_dot, -2},
       {"chunk_tokens", &Policy::chunk_tokens, std::numeric_limits<std::int64_t>::max()},
@@ -421,7 +424,7 @@ TEST(PlanTest, PolicyTextRoundTrips) {
   EXPECT_EQ(parsed.chunk_tokens, 2048);
   EXPECT_EQ(parsed.rows_per_worker, 0);
   EXPECT_EQ(parsed.prefetch_tokens, -1);
-  const Policy all{1, 2, 3, 16, 0, 1};
+  const Policy all{1, 2, 3, 16, 0, 1, 1};
   EXPECT_EQ(to_string(parse_policy(to_string(all))), to_string(all));
   EXPECT_EQ(to_string(parse_policy("")), to_string(Policy()));
 }

@@ -139,7 +139,7 @@ PlanOptions random_options(Random& random) {
   std::int64_t* const numbers[] = {&options.chunk_tokens,           &options.policy.row_tile,
                                    &options.policy.rows_per_worker, &options.policy.chunk_tokens,
                                    &options.policy.step_tokens,     &options.policy.prefetch_tokens,
-                                   &options.policy.pair_dot};
+                                   &options.policy.prefetch_lines,  &options.policy.pair_dot};
   for (std::int64_t* number : numbers) {
     if (random.below(4) == 0) *number = random.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16, 32, 64, 128, 4096});
     if (random.below(24) == 0) *number = random.pick(kOdd);
@@ -190,6 +190,7 @@ std::string judge(const Plan& plan) {
   if (policy.chunk_tokens < 1) return "policy.chunk_tokens " + std::to_string(policy.chunk_tokens);
   if (policy.step_tokens < 1) return "policy.step_tokens " + std::to_string(policy.step_tokens);
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
+  if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
   const core::WorkspaceLayout& layout = plan.data().workspace;
   for (const std::size_t offset : {layout.item_starts, layout.counters, layout.partial_lse, layout.partial_o,
                                    layout.scratch, layout.scratch_bytes}) {

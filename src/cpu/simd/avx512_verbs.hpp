@@ -174,9 +174,7 @@ struct Simd::Elements<KvFormat::bf16> {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
-  static void load_pair(const Stored* p, Vec& a, Vec& b) {
-    from_bits(_mm512_loadu_si512(p), a, b);
-  }
+  static void load_pair(const Stored* p, Vec& a, Vec& b) { from_bits(_mm512_loadu_si512(p), a, b); }
   static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p0));
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p1));
