@@ -36,6 +36,7 @@ struct PerHeadKernel {
   using Stored = typename Elements::Stored;
   static constexpr std::int64_t kWidth = S::width;
   static constexpr std::int64_t kPair = 2 * kWidth;
+  static constexpr std::int64_t kStoredBytes = sizeof(Stored);
 
   static float to_float(Stored value) {
     if constexpr (kFormat == KvFormat::f32) {
@@ -53,13 +54,13 @@ struct PerHeadKernel {
     return d / kPair * kPair + d % 2 * kWidth + d % kPair / 2;
   }
 
-  // The step that follows, its rows fetched between the scores of this one.
+  // The step that follows, its rows fetched while this one is worked on.
   static cpu::StepPrefetcher<S> step_ahead(const PerHeadTask& task, std::int64_t next, const Stored* rows,
                                            std::int64_t stride, std::int64_t dims) {
     if (next >= task.token_end) return {};
     const std::int64_t left = task.token_end - next;
-    const auto size = static_cast<std::int64_t>(sizeof(Stored));
-    return {rows + next * stride, stride * size, dims * size, left < task.step_tokens ? left : task.step_tokens};
+    return {rows + next * stride, stride * kStoredBytes, dims * kStoredBytes,
+            left < task.step_tokens ? left : task.step_tokens};
   }
 
   // [1]
@@ -74,7 +75,8 @@ struct PerHeadKernel {
   }
 
   // [2] Scores of `width` neighbouring tokens.
-  static void score_tokens(const float* q, const Stored* k, std::int64_t stride, std::int64_t dims, float* scores) {
+  static void score_tokens(const float* q, const Stored* k, std::int64_t stride, std::int64_t dims,
+                           cpu::StepPrefetcher<S>& ahead, float* scores) {
     Vec sums[kWidth];
     KVONCE_UNROLL
     for (int t = 0; t < kWidth; ++t) sums[t] = S::zero();
@@ -88,6 +90,7 @@ struct PerHeadKernel {
         Vec b;
         Elements::load_pair(k + t * stride + d, a, b);
         sums[t] = S::fmadd(q_b, b, S::fmadd(q_a, a, sums[t]));
+        if (t % 4 == 3) ahead.advance(4 * kPair * kStoredBytes);
       }
     }
     for (; d + kWidth <= dims; d += kWidth) {
@@ -125,7 +128,7 @@ struct PerHeadKernel {
   // [4] kPairs pairs of vectors of o over the step; kChains tokens side by side so that sums do not wait for each other.
   template <int kPairs, int kChains>
   static void accumulate(const float* probs, const Stored* v, std::int64_t stride, std::int64_t tokens,
-                         float correction, float* o) {
+                         float correction, cpu::StepPrefetcher<S>& ahead, float* o) {
     Vec sums[kChains][2 * kPairs];
     for (int i = 0; i < 2 * kPairs; ++i) {
       sums[0][i] = S::mul(S::load(o + i * kWidth), S::broadcast(correction));
@@ -135,6 +138,7 @@ struct PerHeadKernel {
     for (; t + kChains <= tokens; t += kChains) {
       KVONCE_UNROLL
       for (int c = 0; c < kChains; ++c) add_token<kPairs>(S::broadcast(probs[t + c]), v + (t + c) * stride, sums[c]);
+      ahead.advance(kChains * kPairs * kPair * kStoredBytes);
     }
     for (; t < tokens; ++t) add_token<kPairs>(S::broadcast(probs[t]), v + t * stride, sums[0]);
     for (int i = 0; i < 2 * kPairs; ++i) {
@@ -156,15 +160,15 @@ struct PerHeadKernel {
   }
 
   static void accumulate_step(const PerHeadTask& task, const float* probs, const Stored* v, std::int64_t tokens,
-                              float correction) {
+                              float correction, cpu::StepPrefetcher<S>& ahead) {
     const std::int64_t stride = task.v_token_stride;
     const std::int64_t dims = task.head_dim_v;
     std::int64_t d = 0;
     for (; d + 4 * kPair <= dims; d += 4 * kPair)
-      accumulate<4, 1>(probs, v + d, stride, tokens, correction, task.o + d);
+      accumulate<4, 1>(probs, v + d, stride, tokens, correction, ahead, task.o + d);
     for (; d + 2 * kPair <= dims; d += 2 * kPair)
-      accumulate<2, 2>(probs, v + d, stride, tokens, correction, task.o + d);
-    for (; d + kPair <= dims; d += kPair) accumulate<1, 4>(probs, v + d, stride, tokens, correction, task.o + d);
+      accumulate<2, 2>(probs, v + d, stride, tokens, correction, ahead, task.o + d);
+    for (; d + kPair <= dims; d += kPair) accumulate<1, 4>(probs, v + d, stride, tokens, correction, ahead, task.o + d);
     for (; d < dims; ++d) {
       float sum = task.o[d] * correction;
       for (std::int64_t t = 0; t < tokens; ++t) sum += probs[t] * to_float(v[t * stride + d]);
@@ -199,9 +203,7 @@ struct PerHeadKernel {
       cpu::StepPrefetcher<S> v_ahead = step_ahead(task, begin + jump, v_stream, task.v_token_stride, task.head_dim_v);
       std::int64_t t = 0;
       for (; t + kWidth <= tokens; t += kWidth) {
-        k_ahead.advance(kWidth);
-        v_ahead.advance(kWidth);
-        score_tokens(q, k_stream + (begin + t) * k_stride, k_stride, task.head_dim_qk, scores + t);
+        score_tokens(q, k_stream + (begin + t) * k_stride, k_stride, task.head_dim_qk, k_ahead, scores + t);
       }
       for (; t < tokens; ++t) scores[t] = score_one_token(q, k_stream + (begin + t) * k_stride, task.head_dim_qk);
       for (; t % kWidth != 0; ++t) scores[t] = -INFINITY;
@@ -214,7 +216,7 @@ struct PerHeadKernel {
       sums = S::mul(sums, S::broadcast(correction));
       exponentiate(scores, tokens, new_max, sums);
       max_score = new_max;
-      accumulate_step(task, scores, v_stream + begin * task.v_token_stride, tokens, correction);
+      accumulate_step(task, scores, v_stream + begin * task.v_token_stride, tokens, correction, v_ahead);
     }
     float lanes[kWidth];
     S::store(lanes, sums);

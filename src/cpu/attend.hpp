@@ -145,7 +145,7 @@ static inline void hide_padding(float* scores, std::int64_t count, std::int64_t 
 }
 
 /// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.
-/// Asks `ahead` for as many rows.
+/// Tells `ahead` how many bytes of K it has read.
 template <class S, KvFormat format, int rows>
 void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
                   std::int64_t dims, float scale_log2e, StepPrefetcher<S>& ahead, float* scores) {
@@ -154,13 +154,14 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
   using Stored = typename E::Stored;
   constexpr int kLaneRows = lane_rows(rows);
   constexpr int kTokens = S::width / kLaneRows;
+  constexpr int kTurn = kTokens < 4 ? kTokens : 4;
   constexpr std::int64_t kPair = 2 * S::width;
+  constexpr std::int64_t kPairBytes = kPair * std::int64_t{sizeof(Stored)};
   const auto* k = static_cast<const Stored*>(k_rows);
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
     find_rows(k, token_stride, token, num_tokens, row);
-    ahead.advance(kTokens);
     // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
     Vec acc[S::width];
     KVONCE_UNROLL
@@ -184,6 +185,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
           Vec a;
           Vec b;
           E::load_pair(row[j] + dim, a, b);
+          if (j % kTurn == kTurn - 1) ahead.advance(kTurn * kPairBytes);
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) {
             acc[j * kLaneRows + r] = S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]));
@@ -194,6 +196,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         Vec k_b[kTokens];
         KVONCE_UNROLL
         for (int j = 0; j < kTokens; ++j) E::load_pair(row[j] + dim, k_a[j], k_b[j]);
+        ahead.advance(kTokens * kPairBytes);
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
           Vec q_a = S::load(q_vec + r * S::width);
@@ -272,10 +275,11 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
 /// between two vectors of a row, `width` between two rows.
 template <class S, KvFormat format, int rows, int vectors>
 void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t token_stride,
-                      std::int64_t num_tokens, const float* p, std::int64_t p_stride, std::int64_t num_passes,
-                      StepPrefetcher<S>& ahead, float* o, std::int64_t o_stride) {
+                      std::int64_t num_tokens, const float* p, std::int64_t p_stride, StepPrefetcher<S>& ahead,
+                      float* o, std::int64_t o_stride) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
+  constexpr std::int64_t kBytes = vectors * S::width * std::int64_t{sizeof(typename E::Stored)};
   Vec acc[rows][vectors];
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {
@@ -300,8 +304,9 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
   // Two tokens per turn: the loop's own instructions compete with the multiply-adds for the same two ports.
   std::int64_t tokens_left = num_tokens;
   for (; tokens_left >= 2; tokens_left -= 2, v += 2 * token_stride, p += 2 * p_stride) {
-    ahead.advance(2, num_passes);
     add_token(v, p);
+    if constexpr (kBytes >= 256) ahead.advance(kBytes);
+    ahead.advance(kBytes >= 256 ? kBytes : 2 * kBytes);
     add_token(v + token_stride, p + p_stride);
   }
   if (tokens_left > 0) add_token(v, p);
@@ -328,12 +333,11 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
   using E = typename S::template Elements<format>;
   constexpr int kVectors = value_vectors<S>(rows);
   const auto* v = static_cast<const typename E::Stored*>(v_rows);
-  const std::int64_t num_passes = shared::ceil_div(dims, kVectors * S::width);
   std::int64_t dim = 0;
   const auto pass = [&](auto vectors) {
     constexpr int kCount = decltype(vectors)::value;
     for (; dim + kCount * S::width <= dims; dim += kCount * S::width) {
-      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, num_passes, ahead,
+      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, ahead,
                                                 o + dim / S::width * o_stride, o_stride);
     }
   };

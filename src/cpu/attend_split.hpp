@@ -43,11 +43,12 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
   constexpr int kTokens = 2 * kPairs;
   constexpr int kHalf = S::width / 2;
   const auto* k = static_cast<const Stored*>(k_rows);
+  const std::int64_t half_bytes = kPairs * dims * std::int64_t{sizeof(Stored)};  // of the block's rows
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
     find_rows(k, token_stride, token, num_tokens, row);
-    ahead.advance(kTokens);
+    ahead.advance(half_bytes);
     Vec acc[kPairs][kLaneRows];
     KVONCE_UNROLL
     for (int j = 0; j < kPairs; ++j) {
@@ -86,6 +87,7 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
       add_dims(key_a);
       add_dims(key_b);
     }
+    ahead.advance(half_bytes);
     KVONCE_UNROLL
     for (int j = 0; j < kPairs; ++j) {
       S::store(scores + (token + 2 * j) * kLaneRows, S::mul(S::sum_halves(acc[j]), S::broadcast(scale_log2e)));
