@@ -128,7 +128,7 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
 // [2] ------------------------------------------------------------------------------------------------------------------
 
 /// K rows of tokens [token, token + count); past the last token its row again.
-template <class Stored, int count>
+template <class S, class Stored, int count>
 void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token, std::int64_t num_tokens,
                const Stored* (&row)[count]) {
   if (token + count <= num_tokens) {
@@ -161,7 +161,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
-    find_rows(k, token_stride, token, num_tokens, row);
+    find_rows<S>(k, token_stride, token, num_tokens, row);
     // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
     Vec acc[S::width];
     KVONCE_UNROLL
@@ -362,18 +362,15 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
 template <class S, KvFormat format>
 void store_partial(const float* o, std::int64_t o_stride, float maximum, float sum, std::int64_t dims, float* partial_o,
                    float* partial_lse) {
+  using E = typename S::template Elements<format>;
   constexpr std::int64_t kPair = 2 * S::width;
   const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
-  const std::int64_t even_odd_end = S::template Elements<format>::kEvenOdd ? dims / kPair * kPair : 0;
-  for (std::int64_t dim = 0; dim < even_odd_end; dim += kPair, o += 2 * o_stride) {
-    for (int i = 0; i < S::width; ++i) {
-      partial_o[dim + 2 * i] = o[i] * inverse;
-      partial_o[dim + 2 * i + 1] = o[o_stride + i] * inverse;
-    }
+  const typename S::Vec factor = S::broadcast(inverse);
+  std::int64_t dim = 0;
+  for (; dim + kPair <= dims; dim += kPair, o += 2 * o_stride) {
+    E::store_pair(partial_o + dim, S::mul(S::load(o), factor), S::mul(S::load(o + o_stride), factor));
   }
-  for (std::int64_t dim = even_odd_end; dim < dims; dim += S::width, o += o_stride) {
-    S::store(partial_o + dim, S::mul(S::load(o), S::broadcast(inverse)));
-  }
+  for (; dim < dims; dim += S::width, o += o_stride) S::store(partial_o + dim, S::mul(S::load(o), factor));
   *partial_lse = sum == 0.0F ? -INFINITY : maximum * shared::kLn2 + ::logf(sum);
 }
 

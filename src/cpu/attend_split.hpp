@@ -47,7 +47,7 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
-    find_rows(k, token_stride, token, num_tokens, row);
+    find_rows<S>(k, token_stride, token, num_tokens, row);
     ahead.advance(half_bytes);
     Vec acc[kPairs][kLaneRows];
     KVONCE_UNROLL

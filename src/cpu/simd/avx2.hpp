@@ -111,6 +111,10 @@ struct Simd::Elements<KvFormat::f32> {
     a = load(p);
     b = load(p + width);
   }
+  static void store_pair(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + width, b);
+  }
 };
 
 template <>
@@ -121,6 +125,10 @@ struct Simd::Elements<KvFormat::f16> {
   static void load_pair(const Stored* p, Vec& a, Vec& b) {
     a = load(p);
     b = load(p + width);
+  }
+  static void store_pair(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + width, b);
   }
 };
 
@@ -136,6 +144,12 @@ struct Simd::Elements<KvFormat::bf16> {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     a = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
     b = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000U))));
+  }
+  static void store_pair(float* p, Vec a, Vec b) {
+    const Vec low = _mm256_unpacklo_ps(a, b);
+    const Vec high = _mm256_unpackhi_ps(a, b);
+    store(p, _mm256_permute2f128_ps(low, high, 0x20));
+    store(p + width, _mm256_permute2f128_ps(low, high, 0x31));
   }
 };
 

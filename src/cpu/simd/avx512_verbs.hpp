@@ -147,6 +147,10 @@ struct Simd::Elements<KvFormat::f32> {
     a = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0)), _mm256_loadu_ps(p1), 1);
     b = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0 + 8)), _mm256_loadu_ps(p1 + 8), 1);
   }
+  static void store_pair(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + width, b);
+  }
 };
 
 template <>
@@ -163,6 +167,10 @@ struct Simd::Elements<KvFormat::f16> {
     const Vec second = load(p1);
     a = _mm512_shuffle_f32x4(first, second, 0x44);
     b = _mm512_shuffle_f32x4(first, second, 0xEE);
+  }
+  static void store_pair(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + width, b);
   }
 };
 
@@ -184,5 +192,11 @@ struct Simd::Elements<KvFormat::bf16> {
     pin(bits);  // one load, not one per use
     a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
     b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
+  }
+  static void store_pair(float* p, Vec a, Vec b) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    store(p, _mm512_permutex2var_ps(a, low, b));
+    store(p + width, _mm512_permutex2var_ps(a, high, b));
   }
 };

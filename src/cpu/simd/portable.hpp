@@ -124,6 +124,10 @@ struct Simd::Elements<KvFormat::f32> {
     a = load(p);
     b = load(p + width);
   }
+  static void store_pair(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + width, b);
+  }
 };
 
 template <>
@@ -136,6 +140,10 @@ struct Simd::Elements<KvFormat::f16> {
   static void load_pair(const Stored* p, Vec& a, Vec& b) {
     a = load(p);
     b = load(p + width);
+  }
+  static void store_pair(float* p, Vec a, Vec b) {
+    store(p, a);
+    store(p + width, b);
   }
 };
 
@@ -156,6 +164,12 @@ struct Simd::Elements<KvFormat::bf16> {
     const Bits odd = bits & 0xffff0000U;
     std::memcpy(&a, &even, sizeof a);
     std::memcpy(&b, &odd, sizeof b);
+  }
+  static void store_pair(float* p, Vec a, Vec b) {
+    for (int i = 0; i < width; ++i) {
+      p[2 * i] = a[i];
+      p[2 * i + 1] = b[i];
+    }
   }
 };
 
