@@ -18,8 +18,8 @@ constexpr int kMaxThreads = 1024;
 struct WorkspaceLayout {
   std::size_t item_starts = 0;    // int64 [num_seqs + 1]: index of each sequence's first work item
   std::size_t counters = 0;       // int32 [num_streams * row_blocks]: chunks still missing before the merge
-  std::size_t partial_lse = 0;    // float [num_streams, rows_per_stream, max_chunks]
-  std::size_t partial_o = 0;      // float [num_streams, rows_per_stream, max_chunks, head_dim_v]
+  std::size_t partial_lse = 0;    // float [num_streams, max_chunks, rows_per_stream]
+  std::size_t partial_o = 0;      // float [num_streams, max_chunks, rows_per_stream, head_dim_v]
   std::size_t scratch = 0;        // num_threads times scratch_bytes
   std::size_t scratch_bytes = 0;  // one worker's q, o, scores, running maximum and sum
   std::size_t total_bytes = 0;    // with room to align the base

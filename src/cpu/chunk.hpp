@@ -57,8 +57,8 @@ TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
 template <class S>
 void store_row(const ChunkTask& task, const float* o, std::int64_t o_stride, float maximum, float sum,
                std::int64_t row) {
-  float* partial_o = task.partial_o + row * task.partial_row_stride;
-  float* partial_lse = task.partial_lse + row * task.lse_row_stride;
+  float* partial_o = task.partial_o + row * round_up(task.head_dim_v, kPadFloats);
+  float* partial_lse = task.partial_lse + row;
   switch (task.v_format) {
     case KvFormat::bf16:
       store_partial<S, KvFormat::bf16>(o, o_stride, maximum, sum, task.head_dim_v, partial_o, partial_lse);

@@ -134,6 +134,7 @@ class Call {
   [[nodiscard]] std::int64_t row_end(const Item& item) const {
     return data_.rows_per_stream * (item.row_block + 1) / data_.row_blocks;
   }
+  /// Of the item's stream: partials stand by chunk, then row, so that a chunk writes one piece of memory.
   [[nodiscard]] std::int64_t first_partial(const Item& item) const {
     return (item.seq * p_.num_kv_heads + item.kv_head) * data_.rows_per_stream * data_.max_chunks;
   }
@@ -172,11 +173,9 @@ class Call {
     t.prefetch_tokens = data_.policy.prefetch_tokens;
     t.prefetch_lines = data_.policy.prefetch_lines;
     t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot) * data_.workspace.scratch_bytes);
-    const std::int64_t padded = round_up(p_.head_dim_v, kPadFloats);
-    t.partial_o = partial_o_ + (first_partial(item) + item.chunk) * padded;
-    t.partial_row_stride = data_.max_chunks * padded;
-    t.partial_lse = partial_lse_ + first_partial(item) + item.chunk;
-    t.lse_row_stride = data_.max_chunks;
+    const std::int64_t first = first_partial(item) + item.chunk * data_.rows_per_stream;
+    t.partial_o = partial_o_ + first * round_up(p_.head_dim_v, kPadFloats);
+    t.partial_lse = partial_lse_ + first;
     return t;
   }
 
@@ -186,7 +185,7 @@ class Call {
     t.partial_o = partial_o_ + first_partial(item) * round_up(p_.head_dim_v, kPadFloats);
     t.partial_lse = partial_lse_ + first_partial(item);
     t.num_chunks = item.num_chunks;
-    t.max_chunks = data_.max_chunks;
+    t.rows_per_stream = data_.rows_per_stream;
     t.row_begin = row_begin(item);
     t.num_rows = row_end(item) - t.row_begin;
     t.group_size = p_.group_size();

@@ -49,18 +49,16 @@ struct ChunkTask {
   std::int64_t prefetch_lines;  // one request per so many cache lines
   float* scratch;               // scratch_floats() floats, 64-byte aligned, private to the worker
 
-  float* partial_o;  // row r at partial_o + r * partial_row_stride: [round_up(head_dim_v, kPadFloats)]
-  std::int64_t partial_row_stride;
-  float* partial_lse;  // row r at partial_lse + r * lse_row_stride
-  std::int64_t lse_row_stride;
+  float* partial_o;    // [rows of the stream][round_up(head_dim_v, kPadFloats)] of this chunk
+  float* partial_lse;  // [rows of the stream]
 };
 
 /// All chunks of rows [row_begin, row_begin + num_rows) of one KV stream, joined in chunk order into the caller's out.
 struct MergeTask {
-  const float* partial_o;  // [row][chunk][padded head_dim_v]
-  float* partial_lse;      // [row][chunk]; overwritten with the chunks' weights
+  const float* partial_o;  // [chunk][rows_per_stream][padded head_dim_v]
+  float* partial_lse;      // [chunk][rows_per_stream]; overwritten with the chunks' weights
   std::int64_t num_chunks;
-  std::int64_t max_chunks;  // stride of a row, in chunks
+  std::int64_t rows_per_stream;
   std::int64_t row_begin;
   std::int64_t num_rows;
   std::int64_t group_size;
