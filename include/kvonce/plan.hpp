@@ -49,8 +49,9 @@ struct Policy {
   std::int64_t chunk_tokens = 0;      // tokens per chunk: fixes the split, whatever the number of threads
   std::int64_t step_tokens = 0;       // tokens between two softmax updates
   std::int64_t prefetch_tokens = -1;  // how far ahead of use K and V are prefetched; -1: choose, 0: not at all
-  std::int64_t prefetch_lines = 0;    // one prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour
-  std::int64_t pair_dot = -1;         // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
+  std::int64_t prefetch_lines =
+      0;                       // one prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour
+  std::int64_t pair_dot = -1;  // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.

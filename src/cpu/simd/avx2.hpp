@@ -72,6 +72,8 @@ struct Simd {
 
   template <KvFormat format>
   struct Elements;
+  template <class E, class Value>
+  struct InOrder;
 
   template <DType dtype>
   static void store_as(void* p, Vec v, std::int64_t count) {
@@ -102,14 +104,14 @@ struct Simd {
   }
 };
 
-template <>
-struct Simd::Elements<KvFormat::f32> {
-  using Stored = float;
+/// What formats share whose dims stay in order.
+template <class E, class Value>
+struct Simd::InOrder {
+  using Stored = Value;
   static constexpr bool kEvenOdd = false;
-  static Vec load(const Stored* p) { return _mm256_loadu_ps(p); }
   static void load_pair(const Stored* p, Vec& a, Vec& b) {
-    a = load(p);
-    b = load(p + width);
+    a = E::load(p);
+    b = E::load(p + width);
   }
   static void store_pair(float* p, Vec a, Vec b) {
     store(p, a);
@@ -118,18 +120,13 @@ struct Simd::Elements<KvFormat::f32> {
 };
 
 template <>
-struct Simd::Elements<KvFormat::f16> {
-  using Stored = std::uint16_t;
-  static constexpr bool kEvenOdd = false;
+struct Simd::Elements<KvFormat::f32> : Simd::InOrder<Simd::Elements<KvFormat::f32>, float> {
+  static Vec load(const Stored* p) { return _mm256_loadu_ps(p); }
+};
+
+template <>
+struct Simd::Elements<KvFormat::f16> : Simd::InOrder<Simd::Elements<KvFormat::f16>, std::uint16_t> {
   static Vec load(const Stored* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-  static void load_pair(const Stored* p, Vec& a, Vec& b) {
-    a = load(p);
-    b = load(p + width);
-  }
-  static void store_pair(float* p, Vec a, Vec b) {
-    store(p, a);
-    store(p + width, b);
-  }
 };
 
 template <>

@@ -115,6 +115,8 @@ struct Simd {
 
   template <KvFormat format>
   struct Elements;
+  template <class E, class Value>
+  struct InOrder;
 
   template <DType dtype>
   static void store_as(void* p, Vec v, std::int64_t count) {
@@ -134,18 +136,14 @@ struct Simd {
   }
 };
 
-template <>
-struct Simd::Elements<KvFormat::f32> {
-  using Stored = float;
+/// What formats share whose dims stay in order.
+template <class E, class Value>
+struct Simd::InOrder {
+  using Stored = Value;
   static constexpr bool kEvenOdd = false;
-  static Vec load(const Stored* p) { return _mm512_loadu_ps(p); }
   static void load_pair(const Stored* p, Vec& a, Vec& b) {
-    a = load(p);
-    b = load(p + width);
-  }
-  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
-    a = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0)), _mm256_loadu_ps(p1), 1);
-    b = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0 + 8)), _mm256_loadu_ps(p1 + 8), 1);
+    a = E::load(p);
+    b = E::load(p + width);
   }
   static void store_pair(float* p, Vec a, Vec b) {
     store(p, a);
@@ -154,23 +152,22 @@ struct Simd::Elements<KvFormat::f32> {
 };
 
 template <>
-struct Simd::Elements<KvFormat::f16> {
-  using Stored = std::uint16_t;
-  static constexpr bool kEvenOdd = false;
-  static Vec load(const Stored* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-  static void load_pair(const Stored* p, Vec& a, Vec& b) {
-    a = load(p);
-    b = load(p + width);
+struct Simd::Elements<KvFormat::f32> : Simd::InOrder<Simd::Elements<KvFormat::f32>, float> {
+  static Vec load(const Stored* p) { return _mm512_loadu_ps(p); }
+  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
+    a = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0)), _mm256_loadu_ps(p1), 1);
+    b = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p0 + 8)), _mm256_loadu_ps(p1 + 8), 1);
   }
+};
+
+template <>
+struct Simd::Elements<KvFormat::f16> : Simd::InOrder<Simd::Elements<KvFormat::f16>, std::uint16_t> {
+  static Vec load(const Stored* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
     const Vec first = load(p0);
     const Vec second = load(p1);
     a = _mm512_shuffle_f32x4(first, second, 0x44);
     b = _mm512_shuffle_f32x4(first, second, 0xEE);
-  }
-  static void store_pair(float* p, Vec a, Vec b) {
-    store(p, a);
-    store(p + width, b);
   }
 };
 

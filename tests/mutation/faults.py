@@ -1,0 +1,63 @@
+"""Faults that the tests must notice: name, file, text that stands there once, text to put in its place."""
+
+RUN = "src/cpu/run.cpp"
+ATTEND = "src/cpu/attend.hpp"
+SPLIT = "src/cpu/attend_split.hpp"
+CHUNK = "src/cpu/chunk.hpp"
+MERGE = "src/cpu/merge.hpp"
+RANGE = "src/shared/token_range.h"
+PARTIAL = "src/shared/partial.h"
+AVX512 = "src/cpu/simd/avx512_verbs.hpp"
+AVX2 = "src/cpu/simd/avx2.hpp"
+
+FAULTS = [
+    ("q of the wrong head", RUN, "q_head = item.kv_head * group;", "q_head = item.kv_head;"),
+    ("q of sequence 0", RUN, "at(in_.q.data, item.seq * in_.q.seq_stride + q_head", "at(in_.q.data, q_head"),
+    ("K of sequence 0", RUN, "item.seq * in_.k.seq_stride + item.kv_head", "item.kv_head"),
+    ("V by K's head stride", RUN, "item.kv_head * in_.v.head_stride", "item.kv_head * in_.k.head_stride"),
+    ("out of sequence 0", RUN, "(item.seq * out_.out_seq_stride + q_head", "(q_head"),
+    ("lse of the wrong head", RUN, "q_head * out_.lse_head_stride : nullptr", "item.kv_head * out_.lse_head_stride : nullptr"),
+    ("strides taken as bytes", RUN, "(base) + elements * bytes", "(base) + elements"),
+    ("kv_len of sequence 0", RUN, "in_.kv_lens[seq]", "in_.kv_lens[0]"),
+    ("kv_start of sequence 0", RUN, "in_.kv_starts[seq]", "in_.kv_starts[0]"),
+    ("window ignored by the kernel", RUN, "t.window = p_.window;", "t.window = 0;"),
+    ("causality ignored by the kernel", RUN, "t.causal = p_.causal;", "t.causal = false;"),
+    ("chunks overlap", RUN, "chunk_begin + data_.policy.chunk_tokens)}", "chunk_begin + data_.policy.chunk_tokens + 1)}"),
+    ("chunks leave a gap", RUN, "chunk_begin + data_.policy.chunk_tokens)}", "chunk_begin + data_.policy.chunk_tokens - 1)}"),
+    ("chunks share one partial", RUN, "first_partial(item) + item.chunk * data_.rows_per_stream", "first_partial(item)"),
+    ("merged before the last chunk", RUN, "std::memory_order_acq_rel) == 1)", "std::memory_order_acq_rel) == 2)"),
+    ("workers share scratch", RUN, "static_cast<std::size_t>(slot) * data_.workspace", "std::size_t{0} * data_.workspace"),
+    ("sink of head 0", RUN, "in_.sinks + q_head", "in_.sinks"),
+    ("scale in base e", RUN, "*p_.scale * shared::kLog2e", "*p_.scale"),
+    ("causal range one key long", RANGE, "range.end = position + 1;", "range.end = position + 2;"),
+    ("causal range from the top left", RANGE, "kv_len - q_len + query_idx", "query_idx"),
+    ("window one key wide", RANGE, "range.begin = position - window + 1;", "range.begin = position - window;"),
+    ("merged lse in base 2", PARTIAL, "shift + std::log(sum)", "shift + std::log2(sum)"),
+    ("empty rows shift by -inf", PARTIAL, "max_lse == -INFINITY ? 0.0F : max_lse", "max_lse"),
+    ("partial not divided by its sum", ATTEND, "const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;",
+     "const float inverse = sum == 0.0F ? 0.0F : 1.0F;"),
+    ("partial lse in base 2", ATTEND, "maximum * shared::kLn2 + ::logf(sum)", "maximum + ::logf(sum)"),
+    ("sum not rescaled", ATTEND, "total = S::mul(total, factor);", ""),
+    ("o not rescaled", ATTEND, "S::store(o, S::mul(S::load(o), S::broadcast(factors[r])))", "S::store(o, S::load(o))"),
+    ("rest of K's dims dropped", ATTEND, "for (; dim < dims; dim += S::width, q_vec", "for (; dim + S::width <= dims; dim += S::width, q_vec"),
+    ("rest of V's dims dropped", ATTEND, "  if (dim < dims) {\n    for (std::int64_t t", "  if (dim > dims) {\n    for (std::int64_t t"),
+    ("odd token dropped", ATTEND, "if (tokens_left > 0)", "if (tokens_left > 1)"),
+    ("padding counted as keys", ATTEND, "scores[i] = -INFINITY;", "scores[i] = 0.0F;"),
+    ("one row read past the end", ATTEND, "token + j : num_tokens - 1)", "token + j : num_tokens)"),
+    ("few-row tiles skip the second half of a pair", ATTEND, "S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]))",
+     "S::fmadd(a, q_a[r], acc[j * kLaneRows + r])"),
+    ("split tiles drop the rest of K's dims", SPLIT, "if (dim < dims) {", "if (dim > dims) {"),
+    ("split tiles swap the tokens of a pair", SPLIT, "row[2 * j] + dim, row[2 * j + 1] + dim", "row[2 * j + 1] + dim, row[2 * j] + dim"),
+    ("hidden keys off by one", CHUNK, "token >= seen.end) scores", "token > seen.end) scores"),
+    ("ragged values run past the step", CHUNK, "if (seen.end > tokens.end) seen.end = tokens.end;", ""),
+    ("K offsets in 32 bits", CHUNK, "token * task_.k_token_stride * bytes_of", "static_cast<std::int32_t>(token * task_.k_token_stride) * bytes_of"),
+    ("lanes of a row left out of its sum", CHUNK, "lane = r; lane < S::width; lane += stride", "lane = r; lane < stride; lane += stride"),
+    ("merge keeps the last weight only", MERGE, "sum += weights[c];", "sum = weights[c];"),
+    ("merge ignores the sink", MERGE, "float sum = ::expf(sink - shift);", "float sum = 0.0F;"),
+    ("merge leaves out chunk 0", MERGE, "for (std::int64_t c = 0; c < task.num_chunks; ++c) {\n      acc", "for (std::int64_t c = 1; c < task.num_chunks; ++c) {\n      acc"),
+    ("merge() does not normalise", "src/core/merge.cpp", "- shift) * inverse;", "- shift);"),
+    ("workspace for one chunk", "src/cpu/plan.cpp", "WorkspaceBuilder::product(rows, data.max_chunks)", "WorkspaceBuilder::product(rows, 1)"),
+    ("AVX-512 exponential loses NaN", AVX512, "max(broadcast(-160.0F), x)", "max(x, broadcast(-160.0F))"),
+    ("AVX-512 odd bf16 values lose four bits", AVX512, "0xffff0000U", "0xfff00000U"),
+    ("AVX2 bf16 dims stored in the wrong order", AVX2, "_mm256_unpacklo_ps(a, b);\n    const Vec high", "_mm256_unpacklo_ps(b, a);\n    const Vec high"),
+]

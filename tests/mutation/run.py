@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Plants one fault at a time and asks the tests: every fault must make a test fail.
+
+usage: tests/mutation/run.py [--jobs N] [--only TEXT]
+A copy of the repository under build/mutation is changed, built and tested, so the working tree stays as it is. Tests, in this
+order until one fails: `kvonce check --quick`, then ctest without the tests of the build, the sources and the benchmark.
+Prints a table; exit status 1 when a fault was not noticed or its text is no longer there. About 20 seconds per fault.
+"""
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from faults import FAULTS
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TREE = ROOT / "build" / "mutation" / "tree"
+BUILD = ROOT / "build" / "mutation" / "build"
+NOT_ABOUT_FAULTS = "source_|abidiff|installed|isa_symbols|exported|bench|tools.cli|fuzz|check_quick"
+TIMEOUT_S = 300
+COMPILER = "the compiler: not a fault that tests could notice"
+
+
+def succeeds(command):
+    try:
+        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def copy_tree():
+    files = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout
+    for name in files.splitlines():
+        target = TREE / name
+        if not (ROOT / name).exists():
+            continue
+        if target.exists() and target.read_bytes() == (ROOT / name).read_bytes():
+            continue  # an unchanged time keeps its objects
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+
+
+def build(jobs, target):
+    return succeeds(["cmake", "--build", str(BUILD), "-j", str(jobs), "--target", target])
+
+
+def noticed_by(jobs):
+    if not build(jobs, "kvonce_tool"):
+        return COMPILER
+    if not succeeds([str(BUILD / "tools" / "kvonce"), "check", "--quick"]):
+        return "kvonce check --quick"
+    if not build(jobs, "all"):
+        return COMPILER
+    if not succeeds(["ctest", "--test-dir", str(BUILD), "-j", str(jobs), "--stop-on-failure", "-E", NOT_ABOUT_FAULTS]):
+        return "ctest"
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name contains TEXT")
+    options = parser.parse_args()
+    copy_tree()
+    subprocess.run(["cmake", "-G", "Ninja", "-S", str(TREE), "-B", str(BUILD), "-D", "CMAKE_BUILD_TYPE=Release"], check=True,
+                   stdout=subprocess.DEVNULL)
+    if noticed_by(options.jobs) is not None:
+        sys.exit("mutation: the unchanged tree does not build or does not pass")
+    faults = [fault for fault in FAULTS if options.only in fault[0]]
+    missed = 0
+    print("| fault | file | noticed by |\n|---|---|---|")
+    for name, path, old, new in faults:
+        source = TREE / path
+        text = source.read_text(encoding="utf-8")
+        if text.count(old) != 1:
+            noticed = f"NOT PLANTED: the text stands there {text.count(old)} times"
+            missed += 1
+        else:
+            source.write_text(text.replace(old, new), encoding="utf-8")
+            noticed = noticed_by(options.jobs)
+            source.write_text(text, encoding="utf-8")
+            if noticed is None or noticed == COMPILER:
+                missed += 1
+        print(f"| {name} | {path} | {noticed or 'NOTHING'} |", flush=True)
+    print(f"\n{len(faults) - missed} of {len(faults)} faults noticed by a test")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
