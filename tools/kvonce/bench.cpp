@@ -1,37 +1,22 @@
-#include "kvonce/bench.hpp"
-
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <memory>
 #include <sstream>
 
 #include "bench/seed_cases.hpp"
 #include "kvonce/bench_arms.hpp"
 #include "kvonce/bench_run.hpp"
+#include "kvonce/commands.hpp"
 #include "kvonce/device_options.hpp"
 #include "kvonce/output.hpp"
 #include "kvonce/report.hpp"
 
 namespace kvonce::tool {
 namespace {
-
-struct BenchOptions {
-  DeviceOptions device;
-  std::string dtype = "f16";
-  std::string cases_path;
-  std::vector<std::string> case_texts;
-  std::vector<std::string> arms;
-  std::int64_t rounds = 0;
-  std::optional<Format> format;
-  std::string out_path;
-  std::string svg_path;
-};
 
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::InvalidArgument, message); }
 
@@ -109,7 +94,9 @@ void write_output(const std::string& option, const std::string& path, const std:
   if (!file) refuse(fmt::format("{}: '{}' cannot be written", option, path));
 }
 
-int run(const BenchOptions& options) {
+}  // namespace
+
+int run_bench(const BenchOptions& options) {
   BenchSettings settings;
   settings.cases = choose_cases(options);
   settings.arms = choose_arms(options.arms);
@@ -129,34 +116,6 @@ int run(const BenchOptions& options) {
   if (!options.svg_path.empty()) write_output("--svg", options.svg_path, render_svg(outcome.report));
   for (const std::string& sentence : outcome.wrong) fmt::print(stderr, "kvonce bench: {}\n", sentence);
   return outcome.wrong.empty() ? 0 : 1;
-}
-
-}  // namespace
-
-void add_bench_command(CLI::App& app, int& exit_code) {
-  auto options = std::make_shared<BenchOptions>();
-  CLI::App* command = app.add_subcommand("bench", "Time decode attention beside the per-head form and a pure read");
-  command->footer(
-      "Examples:\n  kvonce bench\n  kvonce bench --dtype bf16 --svg bench.svg --out bench.json\n"
-      "  kvonce bench --case \"32q/4kv d128 kv=32768 q=1 seqs=1\" --arms kvonce,read --rounds 31\n\n"
-      "Without --case and --cases: four geometries at 2K, 8K and 32K tokens. The arms are kvonce, per_head (one "
-      "worker\n"
-      "per query head), read (pure streaming, the ceiling) and qmv (dense f16 matrix-vector product over as many "
-      "bytes).");
-  command->add_option("--dtype", options->dtype, "How K and V are stored when a case has no dtype= (default f16)");
-  command->add_option("--cases", options->cases_path, "FILE with one case string per line, # starts a comment");
-  command->add_option("--case", options->case_texts, "A case string; may be given several times")
-      ->expected(1)
-      ->take_all();
-  command->add_option("--arms", options->arms, "Some of kvonce,per_head,read,qmv (default: all)")->delimiter(',');
-  constexpr std::int64_t kMostRounds = 1000000;
-  command->add_option("--rounds", options->rounds, "Timed rounds per case (default: what fits two seconds)")
-      ->check(CLI::Range(std::int64_t{1}, kMostRounds).description(""));
-  command->add_option("--out", options->out_path, "FILE for the results as JSON, schema kvonce.bench/1");
-  command->add_option("--svg", options->svg_path, "FILE for a bar chart per geometry");
-  add_format_option(*command, options->format);
-  add_device_options(*command, options->device);
-  command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 
 }  // namespace kvonce::tool

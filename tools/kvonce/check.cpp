@@ -1,10 +1,8 @@
 // kvonce check: the conformance suite on this machine.
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,13 +19,6 @@ using conformance::CaseResult;
 using conformance::Level;
 
 constexpr int kCheckFailed = 1;
-
-struct CheckOptions {
-  bool quick = false;
-  bool full = false;
-  std::string target;
-  std::optional<Format> format;
-};
 
 // The results of one target, and how long they took.
 struct TargetResults {
@@ -125,6 +116,8 @@ std::string describe(const std::vector<TargetResults>& targets) {
   return render(table, Format::md) + (details.empty() ? "" : "\n" + details) + "\n";
 }
 
+}  // namespace
+
 int run_check(const CheckOptions& options) {
   const Level level = options.quick ? Level::quick : options.full ? Level::full : Level::standard;
   const std::vector<TargetResults> targets = check_targets(options, level);
@@ -153,22 +146,6 @@ int run_check(const CheckOptions& options) {
     print(document.dump(2) + '\n');
   }
   return num_failed > 0 || num_passed == 0 ? kCheckFailed : 0;
-}
-
-}  // namespace
-
-void add_check_command(CLI::App& app, int& exit_code) {
-  auto options = std::make_shared<CheckOptions>();
-  CLI::App* command = app.add_subcommand("check", "Check every kernel of this machine against the oracle");
-  command->footer(
-      "Example:\n  kvonce check --quick\n\n"
-      "Without options every target that this machine can run is checked. The last line is the sum:\n"
-      "N passed, N failed, N skipped. Exit code 1 when a case failed.");
-  CLI::Option* quick = command->add_flag("--quick", options->quick, "Fewer cases, in under 20 seconds");
-  command->add_flag("--full", options->full, "Every case: minutes per target")->excludes(quick);
-  command->add_option("--target", options->target, "This target only, see `kvonce devices`");
-  add_format_option(*command, options->format);
-  command->callback([options, &exit_code] { exit_code = run_check(*options); });
 }
 
 }  // namespace kvonce::tool

@@ -1,16 +1,58 @@
-// The subcommands. Each add_* defines its options on `app`; when the user chose it, parsing runs it, sets `exit_code`
-// (0 ok, 1 a check failed) and throws Error for what main() reports.
+// The subcommands and what they are told. Each returns its exit code (0 ok, 1 a check failed) and throws Error for what main()
+// reports; main.cpp fills the options from the command line.
 #pragma once
 
-namespace CLI {
-class App;
-}
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvonce/device_options.hpp"
+#include "kvonce/output.hpp"
 
 namespace kvonce::tool {
 
-void add_run_command(CLI::App& app, int& exit_code);
-void add_check_command(CLI::App& app, int& exit_code);
-void add_explain_command(CLI::App& app, int& exit_code);
-void add_devices_command(CLI::App& app, int& exit_code);
+struct BenchOptions {
+  DeviceOptions device;
+  std::string dtype = "f16";
+  std::string cases_path;
+  std::vector<std::string> case_texts;
+  std::vector<std::string> arms;
+  std::int64_t rounds = 0;
+  std::optional<Format> format;
+  std::string out_path;
+  std::string svg_path;
+};
+
+struct CheckOptions {
+  bool quick = false;
+  bool full = false;
+  std::string target;
+  std::optional<Format> format;
+};
+
+struct RunOptions {
+  std::string input;
+  std::string out;
+  bool causal = true;
+  std::optional<double> scale;
+  bool lse = false;
+  bool check = false;
+  DeviceOptions device;
+  std::optional<Format> format;
+};
+
+struct ExplainOptions {
+  std::string case_text;
+  std::string dtype = "f16";
+  std::string q_dtype;
+  DeviceOptions device;
+};
+
+int run_bench(const BenchOptions& options);
+int run_check(const CheckOptions& options);
+int run_file(const RunOptions& options);
+void run_explain(const ExplainOptions& options);
+void run_devices(Format format);
 
 }  // namespace kvonce::tool

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <fstream>
 #include <sstream>
 
@@ -30,14 +29,6 @@ std::string read_policy_file(const std::string& path) {
 }
 
 }  // namespace
-
-void add_device_options(CLI::App& command, DeviceOptions& options) {
-  constexpr int kMaxThreads = 4096;
-  command.add_option("--target", options.target, "Instruction-set target, see `kvonce devices` (default: the best)");
-  command.add_option("--threads", options.num_threads, "Threads to use (default: all)")
-      ->check(CLI::Range(1, kMaxThreads).description(""));
-  command.add_option("--policy", options.policy, "Tunables: key=value,.. or a FILE of them, e.g. row_tile=4");
-}
 
 Device choose_device(const DeviceOptions& options) {
   Device device = options.target.empty() ? default_device() : cpu_device(options.target, options.num_threads);

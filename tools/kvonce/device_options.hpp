@@ -5,10 +5,6 @@
 
 #include "kvonce/plan.hpp"
 
-namespace CLI {
-class App;
-}
-
 namespace kvonce::tool {
 
 struct DeviceOptions {
@@ -16,9 +12,6 @@ struct DeviceOptions {
   int num_threads = 0;  // 0: all CPUs, or KVONCE_NUM_THREADS
   std::string policy;   // "key=value,..." or a file of them; empty: chosen
 };
-
-/// Adds --target, --threads and --policy.
-void add_device_options(CLI::App& command, DeviceOptions& options);
 
 /// The device they name. Throws Error like default_device().
 Device choose_device(const DeviceOptions& options);

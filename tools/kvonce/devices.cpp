@@ -1,8 +1,6 @@
 // kvonce devices: every backend and target, and why the missing ones are missing.
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -59,6 +57,8 @@ KernelList kernel_list() {
   return list;
 }
 
+}  // namespace
+
 void run_devices(Format format) {
   const Table table = device_table();
   if (format == Format::csv) {
@@ -83,19 +83,6 @@ void run_devices(Format format) {
                     "the slower generic kernel (dany); row tiles {} to {}.\n",
                     version(), fmt::join(kernels.formats, ", "), fmt::join(kernels.head_dims, " "),
                     kernels.row_tiles.front(), kernels.row_tiles.back()));
-}
-
-}  // namespace
-
-void add_devices_command(CLI::App& app, int& exit_code) {
-  auto format = std::make_shared<std::optional<Format>>();
-  CLI::App* command = app.add_subcommand("devices", "List backends and targets, and why the missing ones are missing");
-  command->footer("Example:\n  kvonce devices --format json");
-  add_format_option(*command, *format);
-  command->callback([format, &exit_code] {
-    run_devices(format->value_or(Format::md));
-    exit_code = 0;
-  });
 }
 
 }  // namespace kvonce::tool

@@ -1,10 +1,8 @@
 // kvonce explain: the plan for a case string.
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <string>
 
 #include "baselines/baselines.hpp"
@@ -17,13 +15,6 @@
 
 namespace kvonce::tool {
 namespace {
-
-struct ExplainOptions {
-  std::string case_text;
-  std::string dtype = "f16";
-  std::string q_dtype;
-  DeviceOptions device;
-};
 
 // q and out as K and V are stored, or f16 beside quantised ones.
 DType default_q_dtype(KvFormat format) {
@@ -63,6 +54,8 @@ double measure_read_gbps(const Device& device) {
   return static_cast<double>(bytes) / best_s * 1e-9;
 }
 
+}  // namespace
+
 void run_explain(const ExplainOptions& options) {
   const CaseSpec spec = parse_case(options.case_text);
   const std::optional<KvFormat> format = parse_format(options.dtype);
@@ -81,24 +74,6 @@ void run_explain(const ExplainOptions& options) {
   std::string text = make_plan(problem, device, plan_options(options.device)).explain();
   if (!text.ends_with('\n')) text += '\n';
   print(text);
-}
-
-}  // namespace
-
-void add_explain_command(CLI::App& app, int& exit_code) {
-  auto options = std::make_shared<ExplainOptions>();
-  CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
-  command->footer(
-      "Example:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n\n"
-      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1]; d192x128 when K and V differ.");
-  command->add_option("case,--case", options->case_text, "The case string")->required();
-  command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
-  command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
-  add_device_options(*command, options->device);
-  command->callback([options, &exit_code] {
-    run_explain(*options);
-    exit_code = 0;
-  });
 }
 
 }  // namespace kvonce::tool

@@ -4,15 +4,15 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "kvonce/commands.hpp"
 #include "kvonce/types.hpp"
-#ifdef KVONCE_HAS_BENCH
-#include "kvonce/bench.hpp"
-#endif
 
+namespace kvonce::tool {
 namespace {
 
 constexpr int kOk = 0;
@@ -20,17 +20,133 @@ constexpr int kFailed = 1;
 constexpr int kBadUsage = 2;
 constexpr int kUnavailable = 3;
 
-int exit_code_of(kvonce::ErrorCode code) {
+int exit_code_of(ErrorCode code) {
   switch (code) {
-    case kvonce::ErrorCode::InvalidArgument:
+    case ErrorCode::InvalidArgument:
       return kBadUsage;
-    case kvonce::ErrorCode::Unsupported:
-    case kvonce::ErrorCode::Unavailable:
+    case ErrorCode::Unsupported:
+    case ErrorCode::Unavailable:
       return kUnavailable;
-    case kvonce::ErrorCode::Internal:
+    case ErrorCode::Internal:
       break;
   }
   return kFailed;
+}
+
+// CLI11 is instantiated in this file only: it takes longer to compile than the commands.
+
+void add_device_options(CLI::App& command, DeviceOptions& options) {
+  constexpr int kMaxThreads = 4096;
+  command.add_option("--target", options.target, "Instruction-set target, see `kvonce devices` (default: the best)");
+  command.add_option("--threads", options.num_threads, "Threads to use (default: all)")
+      ->check(CLI::Range(1, kMaxThreads).description(""));
+  command.add_option("--policy", options.policy, "Tunables: key=value,.. or a FILE of them, e.g. row_tile=4");
+}
+
+void add_format_option(CLI::App& command, std::optional<Format>& format) {
+  const auto choose = [&format](const std::string& name) {
+    if (name == "md") format = Format::md;
+    if (name == "csv") format = Format::csv;
+    if (name == "json") format = Format::json;
+  };
+  command.add_option_function<std::string>("--format", choose, "How to print the table: md, csv or json")
+      ->check(CLI::IsMember({"md", "csv", "json"}).description(""));
+}
+
+#ifdef KVONCE_HAS_BENCH
+void add_bench_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<BenchOptions>();
+  CLI::App* command = app.add_subcommand("bench", "Time decode attention beside the per-head form and a pure read");
+  command->footer(
+      "Examples:\n  kvonce bench\n  kvonce bench --dtype bf16 --svg bench.svg --out bench.json\n"
+      "  kvonce bench --case \"32q/4kv d128 kv=32768 q=1 seqs=1\" --arms kvonce,read --rounds 31\n\n"
+      "Without --case and --cases: four geometries at 2K, 8K and 32K tokens. The arms are kvonce, per_head (one "
+      "worker\n"
+      "per query head), read (pure streaming, the ceiling) and qmv (dense f16 matrix-vector product over as many "
+      "bytes).");
+  command->add_option("--dtype", options->dtype, "How K and V are stored when a case has no dtype= (default f16)");
+  command->add_option("--cases", options->cases_path, "FILE with one case string per line, # starts a comment");
+  command->add_option("--case", options->case_texts, "A case string; may be given several times")
+      ->expected(1)
+      ->take_all();
+  command->add_option("--arms", options->arms, "Some of kvonce,per_head,read,qmv (default: all)")->delimiter(',');
+  constexpr std::int64_t kMostRounds = 1000000;
+  command->add_option("--rounds", options->rounds, "Timed rounds per case (default: what fits two seconds)")
+      ->check(CLI::Range(std::int64_t{1}, kMostRounds).description(""));
+  command->add_option("--out", options->out_path, "FILE for the results as JSON, schema kvonce.bench/1");
+  command->add_option("--svg", options->svg_path, "FILE for a bar chart per geometry");
+  add_format_option(*command, options->format);
+  add_device_options(*command, options->device);
+  command->callback([options, &exit_code] { exit_code = run_bench(*options); });
+}
+#endif
+
+void add_check_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<CheckOptions>();
+  CLI::App* command = app.add_subcommand("check", "Check every kernel of this machine against the oracle");
+  command->footer(
+      "Example:\n  kvonce check --quick\n\n"
+      "Without options every target that this machine can run is checked. The last line is the sum:\n"
+      "N passed, N failed, N skipped. Exit code 1 when a case failed.");
+  CLI::Option* quick = command->add_flag("--quick", options->quick, "Fewer cases, in under 20 seconds");
+  command->add_flag("--full", options->full, "Every case: minutes per target")->excludes(quick);
+  command->add_option("--target", options->target, "This target only, see `kvonce devices`");
+  add_format_option(*command, options->format);
+  command->callback([options, &exit_code] { exit_code = run_check(*options); });
+}
+
+void add_run_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<RunOptions>();
+  CLI::App* command = app.add_subcommand("run", "Attend over the q, k and v of a safetensors file");
+  command->footer(
+      "Example:\n  kvonce run --input layer.safetensors --out attended.safetensors --lse --check\n\n"
+      "The input holds q [num_seqs, num_q_heads, q_len, head_dim_qk], k [num_seqs, num_kv_heads, kv_len, "
+      "head_dim_qk],\n"
+      "v [num_seqs, num_kv_heads, kv_len, head_dim_v] and optionally kv_lens I32 [num_seqs]; F32, F16 or BF16, k and "
+      "v\n"
+      "alike. The output holds out [num_seqs, num_q_heads, q_len, head_dim_v] with the dtype of q, and with --lse "
+      "also\n"
+      "lse F32 [num_seqs, num_q_heads, q_len].\n"
+      "--check allows a relative RMS error of 2e-6 (all f32), 1e-5 (f16 or bf16 k and v), 2^-11 (f16 out) or 2^-8 "
+      "(bf16\n"
+      "out), and 1e-5 in lse.");
+  command->add_option("--input", options->input, "The safetensors file to read")->required();
+  command->add_option("--out", options->out, "The safetensors file to write; may be left out with --check");
+  command->add_flag("--causal,!--no-causal", options->causal,
+                    "Whether a row sees only keys up to its own position, bottom-right aligned (default: causal)");
+  command->add_option("--scale", options->scale, "Factor of q.k (default head_dim_qk^-0.5)");
+  command->add_flag("--lse", options->lse, "Also write the natural logarithm of each row's sum of exponentials");
+  command->add_flag("--check", options->check, "Compare with the double-precision oracle; exit 1 beyond the tolerance");
+  add_device_options(*command, options->device);
+  add_format_option(*command, options->format);
+  command->callback([options, &exit_code] { exit_code = run_file(*options); });
+}
+
+void add_explain_command(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<ExplainOptions>();
+  CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
+  command->footer(
+      "Example:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n\n"
+      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1]; d192x128 when K and V differ.");
+  command->add_option("case,--case", options->case_text, "The case string")->required();
+  command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
+  command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
+  add_device_options(*command, options->device);
+  command->callback([options, &exit_code] {
+    run_explain(*options);
+    exit_code = 0;
+  });
+}
+
+void add_devices_command(CLI::App& app, int& exit_code) {
+  auto format = std::make_shared<std::optional<Format>>();
+  CLI::App* command = app.add_subcommand("devices", "List backends and targets, and why the missing ones are missing");
+  command->footer("Example:\n  kvonce devices --format json");
+  add_format_option(*command, *format);
+  command->callback([format, &exit_code] {
+    run_devices(format->value_or(Format::md));
+    exit_code = 0;
+  });
 }
 
 // "kvonce run: message" on one line, whatever the message holds.
@@ -53,8 +169,7 @@ void require_known_subcommand(const CLI::App& app, int argc, const char* const* 
   }
   if (argc > 1 && argv[1][0] == '-') return;
   const std::string given = argc > 1 ? fmt::format("'{}'", argv[1]) : "nothing";
-  throw kvonce::Error(kvonce::ErrorCode::InvalidArgument,
-                      fmt::format("subcommand: must be one of {}, got {}", names, given));
+  throw Error(ErrorCode::InvalidArgument, fmt::format("subcommand: must be one of {}, got {}", names, given));
 }
 
 int run(int argc, char** argv) {
@@ -64,17 +179,17 @@ int run(int argc, char** argv) {
       "  kvonce run --input layer.safetensors --out attended.safetensors --check\n"
       "  kvonce explain \"32q/4kv d128 kv=32768\"\n  kvonce devices\n\n"
       "Exit codes: 0 ok, 1 a check failed, 2 bad usage or input, 3 unavailable or unsupported here.");
-  app.set_version_flag("--version", "kvonce " + std::string(kvonce::version()));
+  app.set_version_flag("--version", "kvonce " + std::string(version()));
   app.require_subcommand(1);
 
   int exit_code = kOk;
 #ifdef KVONCE_HAS_BENCH
-  kvonce::tool::add_bench_command(app, exit_code);
+  add_bench_command(app, exit_code);
 #endif
-  kvonce::tool::add_check_command(app, exit_code);
-  kvonce::tool::add_run_command(app, exit_code);
-  kvonce::tool::add_explain_command(app, exit_code);
-  kvonce::tool::add_devices_command(app, exit_code);
+  add_check_command(app, exit_code);
+  add_run_command(app, exit_code);
+  add_explain_command(app, exit_code);
+  add_devices_command(app, exit_code);
   try {
     require_known_subcommand(app, argc, argv);
     app.parse(argc, argv);
@@ -82,7 +197,7 @@ int run(int argc, char** argv) {
     return app.exit(done);
   } catch (const CLI::ParseError& error) {
     return report(app, error.what(), kBadUsage);
-  } catch (const kvonce::Error& error) {
+  } catch (const Error& error) {
     return report(app, error.what(), exit_code_of(error.code()));
   } catch (const std::bad_alloc&) {
     return report(app, "not enough memory for this input", kUnavailable);
@@ -93,12 +208,13 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
+}  // namespace kvonce::tool
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    return kvonce::tool::run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kvonce: %s\n", error.what());
-    return kFailed;
+    return 1;
   }
 }

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 
@@ -64,16 +63,6 @@ std::string render_csv(const Table& table) {
 }
 
 }  // namespace
-
-void add_format_option(CLI::App& command, std::optional<Format>& format) {
-  const auto choose = [&format](const std::string& name) {
-    if (name == "md") format = Format::md;
-    if (name == "csv") format = Format::csv;
-    if (name == "json") format = Format::json;
-  };
-  command.add_option_function<std::string>("--format", choose, "How to print the table: md, csv or json")
-      ->check(CLI::IsMember({"md", "csv", "json"}).description(""));
-}
 
 nlohmann::ordered_json to_json(const Table& table) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();

@@ -8,16 +8,9 @@
 #include <string>
 #include <vector>
 
-namespace CLI {
-class App;
-}
-
 namespace kvonce::tool {
 
 enum class Format : std::uint8_t { md, csv, json };
-
-/// Adds `--format md|csv|json` to a subcommand.
-void add_format_option(CLI::App& command, std::optional<Format>& format);
 
 /// Rows of cells: strings, numbers, booleans, or null for "nothing to say".
 struct Table {

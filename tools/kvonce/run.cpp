@@ -2,13 +2,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,17 +23,6 @@ namespace kvonce::tool {
 namespace {
 
 constexpr int kCheckFailed = 1;
-
-struct RunOptions {
-  std::string input;
-  std::string out;
-  bool causal = true;
-  std::optional<double> scale;
-  bool lse = false;
-  bool check = false;
-  DeviceOptions device;
-  std::optional<Format> format;
-};
 
 // The header's entries of the tensors that attention needs.
 struct RunTensors {
@@ -271,6 +258,8 @@ Table tabulate(const Plan& plan, const RunOutputs& result, const std::optional<C
   return table;
 }
 
+}  // namespace
+
 int run_file(const RunOptions& options) {
   if (options.out.empty() && !options.check) refuse("--out: is required unless --check is given");
   if (options.scale && !std::isfinite(static_cast<float>(*options.scale))) {
@@ -288,35 +277,6 @@ int run_file(const RunOptions& options) {
   if (!options.out.empty()) write_result(options, plan.problem(), result, plan);
   print(options.format ? render(tabulate(plan, result, check), *options.format) : describe(plan, result, check));
   return check && !check->passed ? kCheckFailed : 0;
-}
-
-}  // namespace
-
-void add_run_command(CLI::App& app, int& exit_code) {
-  auto options = std::make_shared<RunOptions>();
-  CLI::App* command = app.add_subcommand("run", "Attend over the q, k and v of a safetensors file");
-  command->footer(
-      "Example:\n  kvonce run --input layer.safetensors --out attended.safetensors --lse --check\n\n"
-      "The input holds q [num_seqs, num_q_heads, q_len, head_dim_qk], k [num_seqs, num_kv_heads, kv_len, "
-      "head_dim_qk],\n"
-      "v [num_seqs, num_kv_heads, kv_len, head_dim_v] and optionally kv_lens I32 [num_seqs]; F32, F16 or BF16, k and "
-      "v\n"
-      "alike. The output holds out [num_seqs, num_q_heads, q_len, head_dim_v] with the dtype of q, and with --lse "
-      "also\n"
-      "lse F32 [num_seqs, num_q_heads, q_len].\n"
-      "--check allows a relative RMS error of 2e-6 (all f32), 1e-5 (f16 or bf16 k and v), 2^-11 (f16 out) or 2^-8 "
-      "(bf16\n"
-      "out), and 1e-5 in lse.");
-  command->add_option("--input", options->input, "The safetensors file to read")->required();
-  command->add_option("--out", options->out, "The safetensors file to write; may be left out with --check");
-  command->add_flag("--causal,!--no-causal", options->causal,
-                    "Whether a row sees only keys up to its own position, bottom-right aligned (default: causal)");
-  command->add_option("--scale", options->scale, "Factor of q.k (default head_dim_qk^-0.5)");
-  command->add_flag("--lse", options->lse, "Also write the natural logarithm of each row's sum of exponentials");
-  command->add_flag("--check", options->check, "Compare with the double-precision oracle; exit 1 beyond the tolerance");
-  add_device_options(*command, options->device);
-  add_format_option(*command, options->format);
-  command->callback([options, &exit_code] { exit_code = run_file(*options); });
 }
 
 }  // namespace kvonce::tool
