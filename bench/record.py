@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs `kvonce bench` several times and keeps the median run of every row.
+"""Runs `kvonce bench` several times and keeps the median run of every case.
 
 usage: bench/record.py [--runs N] --out FILE COMMAND...
 example: bench/record.py --out f16.json build/release/tools/kvonce bench --dtype f16 --threads 2
 
-Shared machines change speed within minutes. Of each row's N runs the one with the median ratio_to_roof (rows without one:
-the median time) is kept whole, so a row's figures belong together; `runs` in the file says how many there were.
+Shared machines change speed within minutes. Of each case's N runs the one with kvonce's median ratio_to_roof is kept whole, so
+all arms of a case come from one run; `runs` in the file says how many there were.
 """
 import argparse
 import json
@@ -22,12 +22,20 @@ def one_run(command):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
+def cases_of(run):
+    cases = {}
+    for row in run["rows"]:
+        cases.setdefault(row["case"], {})[row["arm"]] = row
+    return cases
+
+
 def median_rows(runs):
-    for rows in zip(*(run["rows"] for run in runs), strict=True):
-        names = {(row["case"], row["arm"]) for row in rows}
-        if len(names) != 1:
-            sys.exit(f"record: the runs differ in their rows: {sorted(names)}")
-        yield sorted(rows, key=lambda row: row["ratio_to_roof"] or -row["us_median"])[len(rows) // 2]
+    all_cases = [cases_of(run) for run in runs]
+    for case in all_cases[0]:
+        same_case = [cases[case] for cases in all_cases]
+        if "kvonce" not in same_case[0]:
+            sys.exit("record: the median is that of arm kvonce; name it in --arms")
+        yield from sorted(same_case, key=lambda arms: arms["kvonce"]["ratio_to_roof"])[len(runs) // 2].values()
 
 
 def main():

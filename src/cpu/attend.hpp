@@ -34,6 +34,11 @@ namespace kvonce::cpu {
 
 static constexpr int lane_rows(int rows) { return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
 
+/// Elements from the task's q to the stream's row.
+static inline std::int64_t q_offset(const ChunkTask& task, std::int64_t row) {
+  return row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
+}
+
 template <auto constant>
 struct Constant {
   static constexpr auto value = constant;
@@ -114,9 +119,7 @@ void load_row(const typename S::template Elements<q_format>::Stored* p, std::int
 template <class S, KvFormat format>
 void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, float* q) {
   for (int r = 0; r < rows; ++r, q += S::width) {
-    const std::int64_t row = first_row + r;
-    const std::int64_t offset =
-        row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
+    const std::int64_t offset = q_offset(task, first_row + r);
     with_dtype(task.q_dtype, [&](auto q_format) {
       using Stored = typename S::template Elements<decltype(q_format)::value>::Stored;
       load_row<S, format, decltype(q_format)::value>(static_cast<const Stored*>(task.q) + offset, task.head_dim_qk,

@@ -23,9 +23,7 @@ template <class S>
 void load_row_tile_dot(const ChunkTask& task, std::int64_t first_row, int rows, float* q) {
   constexpr std::int64_t kBlock = 2 * S::width;
   for (int r = 0; r < rows; ++r) {
-    const std::int64_t row = first_row + r;
-    const auto* p = static_cast<const std::uint16_t*>(task.q) + row / task.group_size * task.q_token_stride +
-                    row % task.group_size * task.q_head_stride;
+    const auto* p = static_cast<const std::uint16_t*>(task.q) + q_offset(task, first_row + r);
     for (std::int64_t dim = 0; dim < task.head_dim_qk; dim += kBlock) {
       auto* block = reinterpret_cast<std::uint16_t*>(q + (dim / kBlock * rows + r) * S::width);
       for (std::int64_t i = 0; i < kBlock; ++i) block[i] = dim + i < task.head_dim_qk ? p[dim + i] : std::uint16_t{0};

@@ -16,9 +16,7 @@ void load_row_tile_split(const ChunkTask& task, std::int64_t first_row, int rows
   constexpr bool kEvenOdd = S::template Elements<format>::kEvenOdd;
   constexpr int kHalf = S::width / 2;
   for (int r = 0; r < rows; ++r, q += kHalf) {
-    const std::int64_t row = first_row + r;
-    const std::int64_t offset =
-        row / task.group_size * task.q_token_stride + row % task.group_size * task.q_head_stride;
+    const std::int64_t offset = q_offset(task, first_row + r);
     with_dtype(task.q_dtype, [&](auto q_format) {
       using Stored = typename S::template Elements<decltype(q_format)::value>::Stored;
       const auto* p = static_cast<const Stored*>(task.q) + offset;

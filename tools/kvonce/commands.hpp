@@ -1,5 +1,5 @@
-// The subcommands and what they are told. Each returns its exit code (0 ok, 1 a check failed) and throws Error for what main()
-// reports; main.cpp fills the options from the command line.
+// The subcommands and what they are told; main.cpp fills the options from the command line. Those that can find something
+// wrong return the exit code (0 ok, 1 a check failed); all throw Error for what main() reports.
 #pragma once
 
 #include <cstdint>

@@ -122,7 +122,7 @@ void add_run_command(CLI::App& app, int& exit_code) {
   command->callback([options, &exit_code] { exit_code = run_file(*options); });
 }
 
-void add_explain_command(CLI::App& app, int& exit_code) {
+void add_explain_command(CLI::App& app) {
   auto options = std::make_shared<ExplainOptions>();
   CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
   command->footer(
@@ -132,21 +132,15 @@ void add_explain_command(CLI::App& app, int& exit_code) {
   command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
   command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
   add_device_options(*command, options->device);
-  command->callback([options, &exit_code] {
-    run_explain(*options);
-    exit_code = 0;
-  });
+  command->callback([options] { run_explain(*options); });
 }
 
-void add_devices_command(CLI::App& app, int& exit_code) {
+void add_devices_command(CLI::App& app) {
   auto format = std::make_shared<std::optional<Format>>();
   CLI::App* command = app.add_subcommand("devices", "List backends and targets, and why the missing ones are missing");
   command->footer("Example:\n  kvonce devices --format json");
   add_format_option(*command, *format);
-  command->callback([format, &exit_code] {
-    run_devices(format->value_or(Format::md));
-    exit_code = 0;
-  });
+  command->callback([format] { run_devices(format->value_or(Format::md)); });
 }
 
 // "kvonce run: message" on one line, whatever the message holds.
@@ -188,8 +182,8 @@ int run(int argc, char** argv) {
 #endif
   add_check_command(app, exit_code);
   add_run_command(app, exit_code);
-  add_explain_command(app, exit_code);
-  add_devices_command(app, exit_code);
+  add_explain_command(app);
+  add_devices_command(app);
   try {
     require_known_subcommand(app, argc, argv);
     app.parse(argc, argv);

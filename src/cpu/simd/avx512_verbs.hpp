@@ -56,13 +56,7 @@ struct Simd {
     for (int i = 0; i < 8; ++i) {
       half[i] = add(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xEE));
     }
-    Vec quarter[4];
-    KVONCE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      quarter[i] =
-          add(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88), _mm512_shuffle_f32x4(half[i], half[i + 4], 0xDD));
-    }
-    return sum_quarters(quarter);
+    return sum_halves(half);
   }
 
   static Vec load_twice(const float* p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
@@ -84,15 +78,10 @@ struct Simd {
     for (int i = 0; i < 4; ++i) {
       quarter[i] = add(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x88), _mm512_shuffle_f32x4(v[i], v[i + 4], 0xDD));
     }
-    return sum_quarters(quarter);
-  }
-
-  /// Lane 4 i + j of the result is the sum of 128-bit quarter i of v[j], quarters in the order 0, 2, 1, 3.
-  static Vec sum_quarters(const Vec (&v)[4]) {
-    const Vec low = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-    const Vec high = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const Vec low = add(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
+    const Vec high = add(_mm512_unpacklo_ps(quarter[2], quarter[3]), _mm512_unpackhi_ps(quarter[2], quarter[3]));
     const Vec sums = add(unpacklo_pairs(low, high), unpackhi_pairs(low, high));
-    return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));  // 128-bit quarters stand in order 0, 2, 1, 3
   }
 
   static Vec unpacklo_pairs(Vec a, Vec b) {
