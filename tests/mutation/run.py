@@ -9,6 +9,7 @@ Prints a table; exit status 1 when a fault was not noticed or its text is no lon
 import argparse
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -20,14 +21,21 @@ TREE = ROOT / "build" / "mutation" / "tree"
 BUILD = ROOT / "build" / "mutation" / "build"
 NOT_ABOUT_FAULTS = "source_|abidiff|installed|isa_symbols|exported|bench|tools.cli|fuzz|check_quick"
 TIMEOUT_S = 300
+FAILED_TEST = re.compile(r"^\s*\d+ - (\S+) \((?!Skipped|Not Run|Disabled)", re.MULTILINE)  # ctest's list at its end
 COMPILER = "the compiler: not a fault that tests could notice"
 
 
-def succeeds(command):
+def run(command):
+    """Whether the command ended with 0 in time, and what it printed."""
     try:
-        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode == 0
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return False
+        return False, ""
+    return done.returncode == 0, done.stdout
+
+
+def succeeds(command):
+    return run(command)[0]
 
 
 def copy_tree():
@@ -53,9 +61,10 @@ def noticed_by(jobs):
         return "kvonce check --quick"
     if not build(jobs, "all"):
         return COMPILER
-    if not succeeds(["ctest", "--test-dir", str(BUILD), "-j", str(jobs), "--stop-on-failure", "-E", NOT_ABOUT_FAULTS]):
-        return "ctest"
-    return None
+    passed, report = run(["ctest", "--test-dir", str(BUILD), "-j", str(jobs), "--stop-on-failure", "-E", NOT_ABOUT_FAULTS])
+    if passed:
+        return None
+    return ", ".join(FAILED_TEST.findall(report)) or f"ctest: not done in {TIMEOUT_S} s"
 
 
 def main():
