@@ -20,22 +20,22 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutation" / "tree"
 BUILD = ROOT / "build" / "mutation" / "build"
 NOT_ABOUT_FAULTS = "source_|abidiff|installed|isa_symbols|exported|bench|tools.cli|fuzz|check_quick"
-TIMEOUT_S = 300
+TIMEOUT_S = 900  # of the tests: a fault may hang them
 FAILED_TEST = re.compile(r"^\s*\d+ - (\S+) \((?!Skipped|Not Run|Disabled)", re.MULTILINE)  # ctest's list at its end
 COMPILER = "the compiler: not a fault that tests could notice"
 
 
-def run(command):
+def run(command, timeout=TIMEOUT_S):
     """Whether the command ended with 0 in time, and what it printed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
     except subprocess.TimeoutExpired:
         return False, ""
     return done.returncode == 0, done.stdout
 
 
-def succeeds(command):
-    return run(command)[0]
+def succeeds(command, timeout=TIMEOUT_S):
+    return run(command, timeout)[0]
 
 
 def copy_tree():
@@ -51,7 +51,7 @@ def copy_tree():
 
 
 def build(jobs, target):
-    return succeeds(["cmake", "--build", str(BUILD), "-j", str(jobs), "--target", target])
+    return succeeds(["cmake", "--build", str(BUILD), "-j", str(jobs), "--target", target], timeout=None)
 
 
 def noticed_by(jobs):
