@@ -1,0 +1,50 @@
+"""ggml's FLASH_ATTN_EXT through the libraries that setup.sh makes: llama.cpp's and ik_llama.cpp's."""
+import ctypes
+import os
+import pathlib
+
+import numpy as np
+
+from arms import Arm, to_float
+
+DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
+c_void, c_int64 = ctypes.c_void_p, ctypes.c_int64
+
+
+def load(path):
+    """Its symbols stay its own, so that a second ggml in the process is not mixed with it."""
+    lib = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
+    lib.kvonce_ggml_create.restype = c_void
+    return lib
+
+
+def arm(problem, options, name):
+    folder = pathlib.Path(options.work) / name
+    lib = load(folder / "libkvonce_peer_ggml.so")
+    version = (folder / "version").read_text(encoding="utf-8").strip()
+    handle = c_void(lib.kvonce_ggml_create(DTYPES[problem.dtype], c_int64(problem.num_q_heads),
+                                           c_int64(problem.num_kv_heads), c_int64(problem.head_dim),
+                                           c_int64(problem.kv_len), options.threads))
+    if not handle:
+        raise RuntimeError(f"{name}: no memory")
+    out = np.zeros((problem.num_q_heads, problem.head_dim), np.float32)
+
+    def prepare(kv_set):
+        q = np.ascontiguousarray(to_float(kv_set.q, problem.dtype), dtype=np.float32)
+        pointers = [c_void(array.ctypes.data) for array in (q, kv_set.k, kv_set.v, out)]
+        return pointers, q  # q lives as long as its pointer
+
+    def run(prepared):
+        if lib.kvonce_ggml_run(handle, *prepared[0]) != 0:
+            raise RuntimeError(f"{name}: ggml_graph_compute failed")
+
+    return Arm(f"{name} {version}", f"flash_attn_ext_{problem.dtype}", "f32", prepare, run, lambda _: out,
+               lambda: lib.kvonce_ggml_destroy(handle))
+
+
+def ggml(problem, options):
+    return [arm(problem, options, "llama.cpp")]
+
+
+def ik(problem, options):
+    return [arm(problem, options, "ik_llama.cpp")]

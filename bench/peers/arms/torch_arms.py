@@ -1,0 +1,49 @@
+"""PyTorch on the CPU: scaled_dot_product_attention in two forms, and matrix products over the group."""
+import torch
+import torch.nn.functional as F
+
+from arms import Arm
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def arms(problem, options):
+    torch.set_num_threads(options.threads)
+    torch.set_grad_enabled(False)
+    group = problem.group_size
+    scale = problem.head_dim ** -0.5
+    latest = {}
+
+    def tensor(array):
+        if problem.dtype == "bf16":
+            return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    def prepare_heads(kv_set):  # q [1, num_q_heads, 1, d], K and V [1, num_kv_heads, kv_len, d]
+        return tensor(kv_set.q)[None, :, None, :], tensor(kv_set.k)[None], tensor(kv_set.v)[None]
+
+    def prepare_groups(kv_set):  # q [1, num_kv_heads, group, d]: the group's heads stand where query tokens stand
+        q = tensor(kv_set.q).view(1, problem.num_kv_heads, group, problem.head_dim)
+        return q, tensor(kv_set.k)[None], tensor(kv_set.v)[None]
+
+    def sdpa(qkv):
+        latest["out"] = F.scaled_dot_product_attention(*qkv, enable_gqa=group > 1)
+
+    def sdpa_groups(qkv):
+        latest["out"] = F.scaled_dot_product_attention(*qkv)
+
+    def matmul(qkv):
+        q, k, v = qkv
+        scores = torch.matmul(q * scale, k.transpose(-1, -2))
+        latest["out"] = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype), v)
+
+    def result(_):
+        return latest["out"].reshape(problem.num_q_heads, problem.head_dim).float().numpy()
+
+    version = torch.__version__
+    forms = [("torch_sdpa", "enable_gqa" if group > 1 else "plain", prepare_heads, sdpa),
+             ("torch_matmul", "grouped", prepare_groups, matmul)]
+    if group > 1:
+        forms.append(("torch_sdpa_grouped", "group_as_tokens", prepare_groups, sdpa_groups))
+    return [Arm(f"{name} {version}", f"{name}_{form}_{problem.dtype}", problem.dtype, prepare, run, result)
+            for name, form, prepare, run in forms]
