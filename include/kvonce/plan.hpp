@@ -52,16 +52,22 @@ struct Policy {
   std::int64_t prefetch_lines =
       0;                       // one prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour
   std::int64_t pair_dot = -1;  // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
+  std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.
 KVONCE_API Policy parse_policy(std::string_view text);
 KVONCE_API std::string to_string(const Policy& policy);
 
+struct PolicyFile;  // policy_file.hpp
+
 struct PlanOptions {
   std::int64_t chunk_tokens =
       0;          // same as policy.chunk_tokens; a row's bits then do not depend on the batch or max_kv_len
   Policy policy;  // overrides, field by field
+  /// Rules for the fields that `policy` leaves open. Null: those of the file that KVONCE_POLICY names, which is read once,
+  /// by the first make_plan that needs it. A PolicyFile without rules: none, whatever KVONCE_POLICY says.
+  std::shared_ptr<const PolicyFile> policy_file;
   bool earlier_kv_ready = false;  // CUDA: K/V of tokens before kv_len - q_len are not written by the preceding kernel
 };
 
@@ -87,7 +93,8 @@ class KVONCE_API Plan {
   std::shared_ptr<const core::PlanData> data_;
 };
 
-/// Validates every rule and decides. Pure: touches no device and no tensor.
+/// Validates every rule and decides. Touches no device and no tensor; pure but for the policy file of KVONCE_POLICY. A
+/// tunable is the caller's (options.policy), else that of the first matching rule of the policy file, else built in.
 /// Throws Error: InvalidArgument (naming the field, what was given, what is allowed), Unsupported (what, and what to use
 /// instead) or Unavailable.
 KVONCE_API Plan make_plan(const Problem& problem, const Device& device, const PlanOptions& options = {});

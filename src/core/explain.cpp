@@ -44,6 +44,7 @@ std::string Plan::explain() const {
                      std::to_string(d.device.num_threads) + " threads, " + d.device.name);
   line("kernel", d.kernel_id);
   line("policy", to_string(d.policy));
+  if (!d.policy_origin.empty()) line("policy from", d.policy_origin);
   line("rows", std::to_string(d.rows_per_stream) + " rows read each KV stream, in " + std::to_string(d.row_blocks) +
                    " block(s) of up to " + std::to_string(d.policy.rows_per_worker));
   line("read factor", std::to_string(d.row_blocks));

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/backend.hpp"
+#include "core/policy_choice.hpp"
 #include "core/refuse.hpp"
 #include "core/validate.hpp"
 #include "shared/token_range.h"
@@ -29,7 +30,15 @@ Plan make_plan(const Problem& problem, const Device& device, const PlanOptions& 
   }
   data->backend = &core::backend_table(device.backend);
   data->rows_per_stream = data->problem.rows_per_stream();
-  data->backend->plan(*data, resolved);
+  const Policy asked = resolved.policy;
+  const core::PolicyChoice choice = core::choose_policy(asked, options.policy_file.get(), data->problem, data->device);
+  resolved.policy = choice.policy;
+  data->policy_origin = choice.origin;
+  try {
+    data->backend->plan(*data, resolved);
+  } catch (const Error& error) {
+    throw Error(error.code(), core::with_policy_line(choice, asked, error.what()));
+  }
   return Plan(std::move(data));
 }
 

@@ -1,33 +1,28 @@
 #include <charconv>
 #include <string>
+#include <vector>
 
+#include "core/policy_fields.hpp"
 #include "core/refuse.hpp"
 #include "kvonce/plan.hpp"
 
 namespace kvonce {
 namespace {
 
-struct Field {
-  const char* name;
-  std::int64_t Policy::*member;
-  std::int64_t low;
-};
-
 constexpr std::int64_t kMaxValue = 1LL << 40;
-constexpr Field kFields[] = {
-    {"row_tile", &Policy::row_tile, 0},
-    {"rows_per_worker", &Policy::rows_per_worker, 0},
-    {"chunk_tokens", &Policy::chunk_tokens, 0},
-    {"step_tokens", &Policy::step_tokens, 0},
-    {"prefetch_tokens", &Policy::prefetch_tokens, -1},
-    {"prefetch_lines", &Policy::prefetch_lines, 0},
-    {"pair_dot", &Policy::pair_dot, -1},
-};
+
+std::string field_names() {
+  std::string names;
+  for (const core::PolicyField& field : core::kPolicyFields)
+    names += (names.empty() ? "" : ", ") + std::string(field.name);
+  return names;
+}
 
 }  // namespace
 
 Policy parse_policy(std::string_view text) {
   Policy policy;
+  std::vector<const core::PolicyField*> given;
   while (!text.empty()) {
     const std::size_t comma = text.find(',');
     const std::string_view item = text.substr(0, comma);
@@ -35,20 +30,25 @@ Policy parse_policy(std::string_view text) {
     const std::size_t equals = item.find('=');
     const std::string_view key = item.substr(0, equals);
     const std::string_view value = equals == std::string_view::npos ? std::string_view() : item.substr(equals + 1);
-    const Field* field = nullptr;
-    for (const Field& candidate : kFields) {
+    const core::PolicyField* field = nullptr;
+    for (const core::PolicyField& candidate : core::kPolicyFields) {
       if (key == candidate.name) field = &candidate;
     }
     if (field == nullptr) {
       core::refuse(ErrorCode::InvalidArgument, "policy", "key '" + std::string(key) + "'",
-                   "row_tile, rows_per_worker, chunk_tokens, step_tokens, prefetch_tokens, prefetch_lines, pair_dot as "
-                   "key=value,...");
+                   field_names() + " as key=value,...");
     }
+    for (const core::PolicyField* earlier : given) {
+      if (earlier == field) {
+        core::refuse(ErrorCode::InvalidArgument, "policy", std::string(field->name) + " twice", "each key once");
+      }
+    }
+    given.push_back(field);
     std::int64_t number = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-    if (error != std::errc() || end != value.data() + value.size() || number < field->low || number > kMaxValue) {
+    if (error != std::errc() || end != value.data() + value.size() || number < field->choose || number > kMaxValue) {
       core::refuse(ErrorCode::InvalidArgument, "policy", std::string(item),
-                   std::string(field->name) + "=" + std::to_string(field->low) + " or more");
+                   std::string(field->name) + "=" + std::to_string(field->choose) + " or more");
     }
     policy.*(field->member) = number;
   }
@@ -57,7 +57,7 @@ Policy parse_policy(std::string_view text) {
 
 std::string to_string(const Policy& policy) {
   std::string text;
-  for (const Field& field : kFields) {
+  for (const core::PolicyField& field : core::kPolicyFields) {
     if (!text.empty()) text += ',';
     text += std::string(field.name) + "=" + std::to_string(policy.*(field.member));
   }

@@ -15,9 +15,6 @@
 namespace kvonce::cpu {
 namespace {
 
-/// Below this many K and V bytes per worker, waking another thread costs more than it saves.
-constexpr std::int64_t kMinWorkerBytes = 96 * 1024;
-
 std::int64_t element_bytes(KvFormat format) { return format_bytes(format, 1); }
 std::int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
@@ -41,7 +38,7 @@ class Call {
   }
 
   [[nodiscard]] int num_workers(int limit) const {
-    const std::int64_t by_bytes = kv_bytes_ / kMinWorkerBytes + 1;
+    const std::int64_t by_bytes = kv_bytes_ / data_.policy.worker_bytes + 1;
     return static_cast<int>(std::min({static_cast<std::int64_t>(limit), num_items(), by_bytes}));
   }
 

@@ -157,9 +157,10 @@ TEST(PlanTest, EveryPolicyFieldIsDecidedAndAskedFieldsAreKept) {
   EXPECT_GE(chosen.prefetch_tokens, 0);
   EXPECT_GT(chosen.prefetch_lines, 0);
   EXPECT_GE(chosen.pair_dot, 0);
+  EXPECT_GT(chosen.worker_bytes, 0);
 
   PlanOptions options;
-  options.policy = {2, 16, 640, 48, 0, 2, 0};
+  options.policy = {2, 16, 640, 48, 0, 2, 0, 4096};
   const Policy kept = make_plan(decode_problem(), device(), options).policy();
   EXPECT_EQ(to_string(kept), to_string(options.policy));
 }
@@ -191,6 +192,7 @@ TEST(PlanTest, ImpossiblePolicyFieldsAreRefusedByName) {
       {"prefetch_lines", &Policy::prefetch_lines, -1},
       {"pair_dot", &Policy::pair_dot, 1},
       {"pair_dot", &Policy::pair_dot, -2},
+      {"worker_bytes", &Policy::worker_bytes, -1},
       {"chunk_tokens", &Policy::chunk_tokens, std::numeric_limits<std::int64_t>::max()},
       {"rows_per_worker", &Policy::rows_per_worker, std::numeric_limits<std::int64_t>::max()},
   };
@@ -424,15 +426,15 @@ TEST(PlanTest, PolicyTextRoundTrips) {
   EXPECT_EQ(parsed.chunk_tokens, 2048);
   EXPECT_EQ(parsed.rows_per_worker, 0);
   EXPECT_EQ(parsed.prefetch_tokens, -1);
-  const Policy all{1, 2, 3, 16, 0, 1, 1};
+  const Policy all{1, 2, 3, 16, 0, 1, 1, 1};
   EXPECT_EQ(to_string(parse_policy(to_string(all))), to_string(all));
   EXPECT_EQ(to_string(parse_policy("")), to_string(Policy()));
 }
 
 TEST(PlanTest, PolicyTextErrorsNameTheItem) {
   for (const char* bad : {"row_tiles=4", "row_tile", "row_tile=", "row_tile=x", "row_tile=4x", "row_tile=-1", "=3",
-                          "row_tile=4,,chunk_tokens=1", "prefetch_tokens=-2", "row_tile=99999999999999999999",
-                          "chunk_tokens=9223372036854775807", " row_tile=4"}) {
+                          "row_tile=4,,chunk_tokens=1", "row_tile=4,row_tile=4", "prefetch_tokens=-2",
+                          "row_tile=99999999999999999999", "chunk_tokens=9223372036854775807", " row_tile=4"}) {
     expect_error([bad] { parse_policy(bad); }, ErrorCode::InvalidArgument, {"policy"});
   }
 }

@@ -3,12 +3,9 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
-#include <sstream>
 
-#include "bench/seed_cases.hpp"
 #include "kvonce/bench_arms.hpp"
+#include "kvonce/bench_cases.hpp"
 #include "kvonce/bench_run.hpp"
 #include "kvonce/commands.hpp"
 #include "kvonce/device_options.hpp"
@@ -19,47 +16,6 @@ namespace kvonce::tool {
 namespace {
 
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::InvalidArgument, message); }
-
-// One case string per line; '#' starts a comment.
-std::vector<CaseSpec> parse_case_lines(std::string_view text, const std::string& source) {
-  std::vector<CaseSpec> cases;
-  int line_number = 0;
-  while (!text.empty()) {
-    const std::size_t end = std::min(text.find('\n'), text.size());
-    std::string_view line = text.substr(0, end);
-    text.remove_prefix(std::min(end + 1, text.size()));
-    ++line_number;
-    line = line.substr(0, line.find('#'));
-    if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
-    while (line.ends_with('\r')) line.remove_suffix(1);
-    try {
-      cases.push_back(parse_case(line));
-    } catch (const Error& error) {
-      throw Error(error.code(), fmt::format("{}:{}: {}", source, line_number, error.what()));
-    }
-  }
-  return cases;
-}
-
-std::string read_file(const std::string& path) {
-  std::ostringstream text;
-  std::error_code error;
-  std::ifstream file(path, std::ios::binary);
-  if (file && !std::filesystem::is_directory(path, error)) text << file.rdbuf();
-  if (!file || std::filesystem::is_directory(path, error)) refuse(fmt::format("--cases: '{}' cannot be read", path));
-  return text.str();
-}
-
-std::vector<CaseSpec> choose_cases(const BenchOptions& options) {
-  std::vector<CaseSpec> cases;
-  if (!options.cases_path.empty()) {
-    cases = parse_case_lines(read_file(options.cases_path), options.cases_path);
-    if (cases.empty()) refuse(fmt::format("--cases: '{}' holds no case", options.cases_path));
-  }
-  for (const std::string& text : options.case_texts) cases.push_back(parse_case(text));
-  if (cases.empty()) cases = parse_case_lines(bench::kSeedCases, "bench/cases/seed.txt");
-  return cases;
-}
 
 // In the order of arm_names(), each once.
 std::vector<std::string> choose_arms(const std::vector<std::string>& wanted) {
@@ -76,29 +32,11 @@ std::vector<std::string> choose_arms(const std::vector<std::string>& wanted) {
   return arms;
 }
 
-// Known before the work starts, and without leaving a file behind when the work then fails.
-void require_writable(const std::string& option, const std::string& path) {
-  namespace fs = std::filesystem;
-  const fs::path parent = fs::path(path).has_parent_path() ? fs::path(path).parent_path() : fs::path(".");
-  std::error_code ignored;
-  const bool is_file = fs::exists(path, ignored) && !fs::is_directory(path, ignored);
-  const bool writable = is_file ? ::access(path.c_str(), W_OK) == 0
-                                : !fs::exists(path, ignored) && ::access(parent.c_str(), W_OK | X_OK) == 0;
-  if (!writable) refuse(fmt::format("{}: '{}' cannot be written", option, path));
-}
-
-void write_output(const std::string& option, const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) refuse(fmt::format("{}: '{}' cannot be written", option, path));
-}
-
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
   BenchSettings settings;
-  settings.cases = choose_cases(options);
+  settings.cases = choose_cases(options.cases_path, options.case_texts);
   settings.arms = choose_arms(options.arms);
   settings.rounds = options.rounds;
   const std::optional<KvFormat> dtype = parse_format(options.dtype);

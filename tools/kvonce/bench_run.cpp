@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 
-#include "core/validate.hpp"
 #include "kvonce/bench_arms.hpp"
+#include "kvonce/bench_timing.hpp"
 #include "kvonce/output.hpp"
 
 namespace kvonce::tool {
@@ -15,64 +14,10 @@ namespace {
 using bench::Rates;
 using bench::Team;
 
-constexpr std::int64_t kMinRotationBytes = std::int64_t{512} * 1024 * 1024;
-constexpr std::int64_t kCachesRotated = 4;
 constexpr double kSecondsPerCase = 2.0;
 constexpr std::int64_t kMinRounds = 7;
 constexpr std::int64_t kMaxRounds = 201;
 constexpr int kReadLoopRounds = 3;
-
-double now_us() {
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2.0;
-}
-
-std::int64_t rotation_bytes(const Device& device) {
-  const std::int64_t last_level = std::max({device.l1_bytes, device.l2_bytes, device.l3_bytes});
-  return std::max(kMinRotationBytes, kCachesRotated * last_level);
-}
-
-DType q_dtype_of(KvFormat format) {
-  switch (format) {
-    case KvFormat::f32:
-      return DType::f32;
-    case KvFormat::bf16:
-      return DType::bf16;
-    default:
-      return DType::f16;
-  }
-}
-
-// q as K and V are stored; out in float32, so that the error is the kernel's own and not the rounding of the result.
-Problem problem_of(const CaseSpec& spec, KvFormat dtype) {
-  Problem problem = to_problem(spec, dtype, q_dtype_of(spec.dtype.value_or(dtype)));
-  problem.out_dtype = DType::f32;
-  problem = core::validate(problem);
-  if (problem.max_kv_len < 1 || problem.num_seqs < 1 || problem.q_len < 1) {
-    throw Error(ErrorCode::InvalidArgument,
-                fmt::format("case: kv=, q= and seqs= must be at least 1 to be timed, got '{}'", to_string(spec)));
-  }
-  return problem;
-}
-
-// The sets of a case in turn, across everything that is timed.
-class Rotation {
- public:
-  explicit Rotation(std::int64_t num_sets) : num_sets_(num_sets) {}
-  std::int64_t next() {
-    set_ = (set_ + 1) % num_sets_;
-    return set_;
-  }
-
- private:
-  std::int64_t num_sets_;
-  std::int64_t set_ = -1;
-};
 
 // The loop with the best median for this case: which one wins depends on its size.
 const bench::ReadLoop& fastest_read_loop(const CaseData& data, const bench::TargetKernels& kernels, Team team,
@@ -91,31 +36,6 @@ const bench::ReadLoop& fastest_read_loop(const CaseData& data, const bench::Targ
     if (median(times[i]) < median(times[best])) best = i;
   }
   return kernels.read_loops[best];
-}
-
-struct Samples {
-  std::vector<std::vector<double>> us;  // per arm
-};
-
-// Round by round, each arm once per round on the next set, a different arm first each time: drift of the machine and
-// what an arm leaves behind in the caches hit all arms alike.
-Samples time_arms(const std::vector<Arm>& arms, std::int64_t rounds, Rotation& rotation) {
-  Samples samples;
-  samples.us.resize(arms.size());
-  for (const Arm& arm : arms) arm.run(rotation.next());
-  const double start = now_us();
-  const std::int64_t max_rounds = rounds > 0 ? rounds : kMaxRounds;
-  for (std::int64_t round = 0; round < max_rounds; ++round) {
-    for (std::size_t i = 0; i < arms.size(); ++i) {
-      const std::size_t arm = (i + static_cast<std::size_t>(round)) % arms.size();
-      const std::int64_t set = rotation.next();
-      const double begin = now_us();
-      arms[arm].run(set);
-      samples.us[arm].push_back(now_us() - begin);
-    }
-    if (rounds == 0 && round + 1 >= kMinRounds && now_us() - start > kSecondsPerCase * 1e6) break;
-  }
-  return samples;
 }
 
 // Microseconds of arithmetic that no kernel of this target can do without.
@@ -163,7 +83,7 @@ class Bench {
     std::vector<CaseData> cases;
     std::int64_t buffer_bytes = 0;
     for (const CaseSpec& spec : settings_.cases) {
-      cases.push_back(lay_out_case(problem_of(spec, settings_.dtype), rotation_bytes(settings_.device)));
+      cases.push_back(lay_out_case(timed_problem(spec, settings_.dtype), rotation_bytes(settings_.device)));
       buffer_bytes = std::max(buffer_bytes, cases.back().num_sets * cases.back().set_bytes);
       // Refuses what cannot run before anything is timed.
       if (uses("kvonce")) (void)make_plan(cases.back().problem, settings_.device, settings_.plan);
@@ -228,11 +148,13 @@ class Bench {
                         to_string(spec), arm.name, *errors.back(), arm.max_error));
       }
     }
-    const Samples samples = time_arms(arms, settings_.rounds, rotation);
+    const RoundLimits limits = settings_.rounds > 0 ? RoundLimits{settings_.rounds, settings_.rounds, 0.0}
+                                                    : RoundLimits{kMinRounds, kMaxRounds, kSecondsPerCase};
+    const std::vector<std::vector<double>> us = time_arms(arms, limits, rotation);
     const std::size_t first = outcome_.report.rows.size();
     std::optional<double> read_us;
     for (std::size_t i = 0; i < arms.size(); ++i) {
-      BenchRow row = row_of(spec, data, arms[i], samples.us[i]);
+      BenchRow row = row_of(spec, data, arms[i], us[i]);
       row.rel_rms_error = errors[i];
       if (row.arm == "read") {
         read_us = row.us_median;

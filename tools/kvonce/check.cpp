@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "conformance/conformance.hpp"
 #include "kvonce/commands.hpp"
+#include "kvonce/device_options.hpp"
 #include "kvonce/output.hpp"
 #include "kvonce/plan.hpp"
 
@@ -119,6 +121,13 @@ std::string describe(const std::vector<TargetResults>& targets) {
 }  // namespace
 
 int run_check(const CheckOptions& options) {
+  if (!options.policy.empty()) {
+    DeviceOptions device_options;
+    device_options.policy = "@" + options.policy;
+    (void)plan_options(device_options);  // refuses what is no policy file
+    // The suite makes its plans itself; the file reaches them as it reaches every program's.
+    ::setenv("KVONCE_POLICY", options.policy.c_str(), 1);
+  }
   const Level level = options.quick ? Level::quick : options.full ? Level::full : Level::standard;
   const std::vector<TargetResults> targets = check_targets(options, level);
   std::int64_t num_passed = 0;

@@ -24,10 +24,23 @@ struct BenchOptions {
   std::string svg_path;
 };
 
+struct TuneOptions {
+  DeviceOptions device;             // without a policy: it is what is sought
+  std::vector<std::string> dtypes;  // empty is not allowed
+  std::string cases_path;
+  std::vector<std::string> case_texts;
+  std::optional<double> seconds;
+  bool quick = false;
+  std::optional<Format> format;
+  std::string out_path;
+  std::string command;  // as it was typed, for the file
+};
+
 struct CheckOptions {
   bool quick = false;
   bool full = false;
   std::string target;
+  std::string policy;  // a policy file; empty: that of KVONCE_POLICY
   std::optional<Format> format;
 };
 
@@ -50,6 +63,7 @@ struct ExplainOptions {
 };
 
 int run_bench(const BenchOptions& options);
+int run_tune(const TuneOptions& options);
 int run_check(const CheckOptions& options);
 int run_file(const RunOptions& options);
 void run_explain(const ExplainOptions& options);

@@ -10,14 +10,14 @@ namespace kvonce::tool {
 struct DeviceOptions {
   std::string target;   // empty: the best one, or KVONCE_CPU_TARGET
   int num_threads = 0;  // 0: all CPUs, or KVONCE_NUM_THREADS
-  std::string policy;   // "key=value,..." or a file of them; empty: chosen
+  std::string policy;   // "key=value,..." or a policy file; empty: that of KVONCE_POLICY, or chosen
 };
 
 /// The device they name. Throws Error like default_device().
 Device choose_device(const DeviceOptions& options);
 
-/// The policy, from the text itself or from the file it names (key=value separated by commas, spaces or lines; a line
-/// that starts with # is a comment). Throws Error{InvalidArgument} naming --policy.
+/// The policy: "key=value,..." itself, or the policy file that a text without '=' or "@FILE" names. Throws
+/// Error{InvalidArgument} naming --policy.
 PlanOptions plan_options(const DeviceOptions& options);
 
 }  // namespace kvonce::tool

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 
 #include "kvonce/types.hpp"
 
@@ -62,6 +64,10 @@ std::string render_csv(const Table& table) {
   return text;
 }
 
+[[noreturn]] void refuse_output(const std::string& option, const std::string& path) {
+  throw Error(ErrorCode::InvalidArgument, fmt::format("{}: '{}' cannot be written", option, path));
+}
+
 }  // namespace
 
 nlohmann::ordered_json to_json(const Table& table) {
@@ -91,6 +97,23 @@ void print(const std::string& text) {
   if (!written || std::fflush(stdout) != 0) {
     throw Error(ErrorCode::InvalidArgument, "standard output: cannot be written");
   }
+}
+
+void require_writable(const std::string& option, const std::string& path) {
+  namespace fs = std::filesystem;
+  const fs::path parent = fs::path(path).has_parent_path() ? fs::path(path).parent_path() : fs::path(".");
+  std::error_code ignored;
+  const bool is_file = fs::exists(path, ignored) && !fs::is_directory(path, ignored);
+  const bool writable = is_file ? ::access(path.c_str(), W_OK) == 0
+                                : !fs::exists(path, ignored) && ::access(parent.c_str(), W_OK | X_OK) == 0;
+  if (!writable) refuse_output(option, path);
+}
+
+void write_output(const std::string& option, const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) refuse_output(option, path);
 }
 
 Progress::Progress(std::string what)

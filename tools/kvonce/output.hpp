@@ -26,6 +26,12 @@ nlohmann::ordered_json to_json(const Table& table);
 /// Writes to standard output. Throws Error{InvalidArgument} when it cannot be written.
 void print(const std::string& text);
 
+/// Throws Error{InvalidArgument} naming the option when a file cannot be written: known before the work starts, and
+/// without leaving a file behind when the work then fails.
+void require_writable(const std::string& option, const std::string& path);
+/// Writes a whole file. Errors as require_writable().
+void write_output(const std::string& option, const std::string& path, const std::string& text);
+
 /// One line on standard error, rewritten in place: shown only on a terminal and only for work over two seconds.
 class Progress {
  public:
