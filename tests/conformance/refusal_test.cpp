@@ -102,7 +102,8 @@ TEST_P(RefusalTest, PolicyFieldsActOrAreRefused) {
                                                                    {"chunk_tokens", &Policy::chunk_tokens},
                                                                    {"step_tokens", &Policy::step_tokens},
                                                                    {"prefetch_tokens", &Policy::prefetch_tokens},
-                                                                   {"prefetch_lines", &Policy::prefetch_lines}};
+                                                                   {"prefetch_lines", &Policy::prefetch_lines},
+                                                                   {"worker_bytes", &Policy::worker_bytes}};
   for (const auto& [name, member] : fields) {
     for (const std::int64_t value : {1, 2, 3, 5, 8, 16, 17, 64, 100, 4096}) {
       CaseSpec spec = typical(3, KvFormat::f16, 64, 5, 2);

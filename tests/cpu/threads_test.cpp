@@ -36,7 +36,8 @@ constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a
 // A problem large enough that attend uses every thread it may.
 class Fixture {
  public:
-  Fixture(std::int64_t kv_len, int num_threads) : plan_(make_plan(problem(kv_len), device(num_threads))) {
+  Fixture(std::int64_t kv_len, int num_threads, const PlanOptions& options = {})
+      : plan_(make_plan(problem(kv_len), device(num_threads), options)) {
     std::uint32_t state = 1;
     const auto fill = [&state](std::vector<float>& values, std::int64_t count) {
       values.resize(static_cast<std::size_t>(count));
@@ -161,6 +162,28 @@ TEST(ThreadsTest, OneThreadAndShortCachesCreateNoThread) {
     return pool_threads() == 3 ? 0 : 4;
   };
   EXPECT_EQ(status_of_child(child), 0);
+}
+
+TEST(ThreadsTest, WorkerBytesSayHowManyWorkersACallTakes) {
+  constexpr std::int64_t kKvBytes = 4 * 4096 * (64 + 64) * 4;
+  const auto num_workers = [](std::int64_t worker_bytes) {
+    PlanOptions options;
+    options.policy.worker_bytes = worker_bytes;
+    Fixture fixture(4096, 4, options);
+    Context context;
+    context.parallel_for = [](void* host, std::int64_t count, void (*body)(void*, std::int64_t), void* body_context) {
+      *static_cast<std::int64_t*>(host) = count;
+      for (std::int64_t i = 0; i < count; ++i) body(body_context, i);
+    };
+    std::int64_t count = 1;  // one worker: the host is not asked
+    context.parallel_for_host = &count;
+    fixture.attend_once(context);
+    return count;
+  };
+  EXPECT_EQ(num_workers(1), 4) << "the threads there are";
+  EXPECT_EQ(num_workers(kKvBytes / 2), 3);
+  EXPECT_EQ(num_workers(kKvBytes), 2);
+  EXPECT_EQ(num_workers(kKvBytes + 1), 1);
 }
 
 TEST(ThreadsTest, PlanningCreatesNoThread) {
