@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Markdown tables from `kvonce bench --out FILE` results.
 
-usage: bench/table.py [--arms] FILE...
+usage: bench/table.py [--arms | --peers] FILE...
 
 Default: one row per case, one column per file, kvonce's ratio_to_roof (and its GB/s).
 --arms:  one row per case of one file, GB/s of every arm and kvonce's speed-up over per_head.
+--peers: for results of bench/peers: one row per case of each file, GB/s of read and kvonce, then for each peer its GB/s
+         and how many times as fast kvonce is; bold where that is short of the goal.
 """
 import argparse
 import json
@@ -50,12 +52,50 @@ def print_ratios(paths):
         print_row([name, str(kv_len)] + cells)
 
 
+def goal(row, arm):
+    """What kvonce's speed divided by the peer's must reach: parity within noise at group 1, ahead elsewhere."""
+    group_size = row["num_q_heads"] // row["num_kv_heads"]
+    if group_size == 1:
+        return 0.97
+    return 2.0 if group_size >= 4 and arm.startswith("llama.cpp") else 1.0
+
+
+def print_peers(path):
+    device, cases = load(path)
+    peers = []
+    for arms in cases.values():
+        peers += [arm for arm in arms if arm not in ("kvonce", "read") and arm not in peers]
+    dtype = next(iter(cases.values()))["kvonce"]["kv_dtype"]
+    print(f"{device['name']}, {device['cpu_target']}, {dtype}, {device['threads']} threads\n")
+    print_row(["geometry", "kv_len", "read", "kvonce"] + peers)
+    print("|---|---" + "|---:" * (2 + len(peers)) + "|")
+    short = []
+    for (name, kv_len), arms in cases.items():
+        cells = [f"{arms[arm]['gbps']:.1f}" for arm in ("read", "kvonce")]
+        for peer in peers:
+            if peer not in arms:
+                cells.append("-")
+                continue
+            ratio = arms[peer]["us_median"] / arms["kvonce"]["us_median"]
+            text = f"{arms[peer]['gbps']:.1f} ({ratio:.2f}x)"
+            if ratio < goal(arms[peer], peer):
+                short.append((name, kv_len, peer))
+                text = f"**{text}**"
+            cells.append(text)
+        print_row([name, str(kv_len)] + cells)
+    print(f"\n{len(short)} of {sum(len(arms) - 2 for arms in cases.values())} comparisons short of the goal.\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", action="store_true", help="GB/s of every arm of one result")
+    parser.add_argument("--peers", action="store_true", help="kvonce beside other libraries")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args()
-    if options.arms:
+    if options.peers:
+        for path in options.files:
+            print_peers(path)
+    elif options.arms:
         for path in options.files:
             print_arms(path)
     else:

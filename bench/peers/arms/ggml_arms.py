@@ -8,6 +8,7 @@ import numpy as np
 from arms import Arm, to_float
 
 DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
+LIBRARY = "libkvonce_peer_ggml.so"
 c_void, c_int64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -18,15 +19,19 @@ def load(path):
     return lib
 
 
-def arm(problem, options, name):
-    folder = pathlib.Path(options.work) / name
-    lib = load(folder / "libkvonce_peer_ggml.so")
+def check_installed(options, peer):
+    load(pathlib.Path(options.work) / peer / LIBRARY)
+
+
+def arms(problem, options, peer):
+    folder = pathlib.Path(options.work) / peer
+    lib = load(folder / LIBRARY)
     version = (folder / "version").read_text(encoding="utf-8").strip()
     handle = c_void(lib.kvonce_ggml_create(DTYPES[problem.dtype], c_int64(problem.num_q_heads),
                                            c_int64(problem.num_kv_heads), c_int64(problem.head_dim),
                                            c_int64(problem.kv_len), options.threads))
     if not handle:
-        raise RuntimeError(f"{name}: no memory")
+        raise RuntimeError(f"{peer}: no memory")
     out = np.zeros((problem.num_q_heads, problem.head_dim), np.float32)
 
     def prepare(kv_set):
@@ -36,15 +41,7 @@ def arm(problem, options, name):
 
     def run(prepared):
         if lib.kvonce_ggml_run(handle, *prepared[0]) != 0:
-            raise RuntimeError(f"{name}: ggml_graph_compute failed")
+            raise RuntimeError(f"{peer}: ggml_graph_compute failed")
 
-    return Arm(f"{name} {version}", f"flash_attn_ext_{problem.dtype}", "f32", prepare, run, lambda _: out,
-               lambda: lib.kvonce_ggml_destroy(handle))
-
-
-def ggml(problem, options):
-    return [arm(problem, options, "llama.cpp")]
-
-
-def ik(problem, options):
-    return [arm(problem, options, "ik_llama.cpp")]
+    return [Arm(f"{peer} {version}", f"flash_attn_ext_{problem.dtype}", "f32", prepare, run, lambda _: out,
+                lambda: lib.kvonce_ggml_destroy(handle))]
