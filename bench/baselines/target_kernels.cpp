@@ -9,6 +9,9 @@ extern const TargetKernels kPortableKernels;
 extern const TargetKernels kAvx2Kernels;
 extern const TargetKernels kAvx512Kernels;
 extern const TargetKernels kAvx512Bf16Kernels;
+#elif defined(KVONCE_BENCH_AARCH64)
+extern const TargetKernels kNeonKernels;
+extern const TargetKernels kNeonBf16Kernels;
 #endif
 
 const TargetKernels& target_kernels(std::string_view target) {
@@ -18,6 +21,9 @@ const TargetKernels& target_kernels(std::string_view target) {
     &kAvx2Kernels,
     &kAvx512Kernels,
     &kAvx512Bf16Kernels,
+#elif defined(KVONCE_BENCH_AARCH64)
+    &kNeonKernels,
+    &kNeonBf16Kernels,
 #endif
   };
   for (const TargetKernels* kernels : kAll) {

@@ -289,11 +289,21 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
     KVONCE_UNROLL
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + i * o_stride + r * S::width);
   }
-  const auto add_token = [&acc](const typename E::Stored* values, const float* weights) {
+  // Never a call of its own: acc would go through memory.
+  const auto add_token = [&acc](const typename E::Stored* values, const float* weights) __attribute__((always_inline)) {
     Vec value[vectors];
     KVONCE_UNROLL
     for (int i = 0; i + 1 < vectors; i += 2) E::load_pair(values + i * S::width, value[i], value[i + 1]);
     if constexpr (vectors % 2 == 1) value[vectors - 1] = E::load(values + (vectors - 1) * S::width);
+    if constexpr (S::kHasLanes && rows >= 3) {
+      const auto lanes = S::template load_lanes<lane_rows(rows)>(weights);
+      KVONCE_UNROLL
+      for (int r = 0; r < rows; ++r) {
+        KVONCE_UNROLL
+        for (int i = 0; i < vectors; ++i) acc[r][i] = S::fmadd_lane(value[i], lanes, r, acc[r][i]);
+      }
+      return;
+    }
     KVONCE_UNROLL
     for (int r = 0; r < rows; ++r) {
       const Vec weight = S::broadcast(weights[r]);
@@ -322,7 +332,7 @@ template <class S>
 constexpr int value_vectors(int rows) {
   const int spare = S::kRegisters - 2;
   int vectors = 8;
-  while (vectors > 2 && rows * vectors + vectors > spare) vectors /= 2;
+  while (vectors > 1 && rows * vectors + vectors > spare) vectors /= 2;
   return vectors;
 }
 
@@ -347,7 +357,7 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
   }
   if constexpr (kVectors >= 8) pass(Constant<8>{});
   if constexpr (kVectors >= 4) pass(Constant<4>{});
-  pass(Constant<2>{});
+  if constexpr (kVectors >= 2) pass(Constant<2>{});
   pass(Constant<1>{});
   if (dim < dims) {
     for (std::int64_t t = 0; t < num_tokens; ++t) {

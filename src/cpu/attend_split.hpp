@@ -1,6 +1,6 @@
-// Steps [1] and [2] for tiles of more than four rows on targets with wide vectors: a K vector holds half as many dims of two
-// tokens, so a row's accumulator collects two scores and the reduction costs half as much per score (bf16, group 8, AVX-512:
-// 8 + 22 instead of 46 instructions beside 128 multiply-adds at d128, 4 + 22 beside 64 at d64).
+// Steps [1] and [2] for tiles of more than four rows on targets whose vectors have halves: a K vector holds half as many
+// dims of two tokens, so a row's accumulator collects two scores and the reduction costs half as much per score (bf16,
+// group 8, AVX-512: 8 + 22 instead of 46 instructions beside 128 multiply-adds at d128, 4 + 22 beside 64 at d64).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace kvonce::cpu {
 
-// [1] Packs rows by halves of a vector: dims [8 h, 8 h + 8) of row r at (h * rows + r) * width / 2. Where K loads as even
-//     and odd dims, a pair of halves holds the even and the odd dims of `width` neighbours.
+// [1] Packs rows by halves of a vector: dims [h width / 2, (h + 1) width / 2) of row r at (h * rows + r) * width / 2. Where
+//     K loads as even and odd dims, a pair of halves holds the even and the odd dims of `width` neighbours.
 template <class S, KvFormat format>
 void load_row_tile_split(const ChunkTask& task, std::int64_t first_row, int rows, float* q) {
   constexpr bool kEvenOdd = S::template Elements<format>::kEvenOdd;
@@ -88,7 +88,7 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
     ahead.advance(half_bytes);
     KVONCE_UNROLL
     for (int j = 0; j < kPairs; ++j) {
-      S::store(scores + (token + 2 * j) * kLaneRows, S::mul(S::sum_halves(acc[j]), S::broadcast(scale_log2e)));
+      S::store_half_sums(scores + (token + 2 * j) * kLaneRows, acc[j], scale_log2e);
     }
   }
   hide_padding(scores, num_tokens * kLaneRows, 2 * S::width);

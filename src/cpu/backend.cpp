@@ -11,9 +11,6 @@
 namespace kvonce::cpu {
 namespace {
 
-// Best first.
-constexpr const char* kTargetNames[] = {"avx512_bf16", "avx512", "avx2", "portable"};
-
 Device describe(std::string_view target, int num_threads) {
   Device device;
   device.backend = Backend::cpu;
@@ -66,6 +63,9 @@ const Target* find_target(std::string_view name) {
     &avx512_bf16::kTarget,
     &avx512::kTarget,
     &avx2::kTarget,
+#elif defined(KVONCE_AARCH64)
+    &neon_bf16::kTarget,
+    &neon::kTarget,
 #endif
     &portable::kTarget
   };
@@ -77,8 +77,7 @@ const Target* find_target(std::string_view name) {
 
 Device device(std::string_view target, int num_threads) {
   if (!is_known(target)) {
-    core::refuse(ErrorCode::InvalidArgument, "target", "'" + std::string(target) + "'",
-                 "portable, avx2, avx512, avx512_bf16");
+    core::refuse(ErrorCode::InvalidArgument, "target", "'" + std::string(target) + "'", kTargetList);
   }
   if (num_threads < 0 || num_threads > core::kMaxThreads) {
     core::refuse(ErrorCode::InvalidArgument, "num_threads", std::to_string(num_threads),
@@ -93,8 +92,7 @@ Device default_device() {
   const char* forced = std::getenv("KVONCE_CPU_TARGET");
   if (forced != nullptr && *forced != '\0') {
     if (!is_known(forced)) {
-      core::refuse(ErrorCode::InvalidArgument, "KVONCE_CPU_TARGET", "'" + std::string(forced) + "'",
-                   "portable, avx2, avx512, avx512_bf16");
+      core::refuse(ErrorCode::InvalidArgument, "KVONCE_CPU_TARGET", "'" + std::string(forced) + "'", kTargetList);
     }
     return device(forced, 0);
   }

@@ -8,16 +8,18 @@
 
 #if defined(KVONCE_X86)
 #include <cpuid.h>
+#elif defined(KVONCE_AARCH64)
+#include <sys/auxv.h>
 #endif
 
 namespace kvonce::cpu {
 
 std::string missing_feature(std::string_view target) {
   if (target == "portable") return "";
-#if defined(KVONCE_X86)
-  const auto need = [&target](bool has, const char* feature) {
+  [[maybe_unused]] const auto need = [&target](bool has, const char* feature) {
     return has ? std::string() : "target " + std::string(target) + ": this processor has no " + feature;
   };
+#if defined(KVONCE_X86)
   // These builtins also ask the operating system whether it saves the wide registers.
   __builtin_cpu_init();
   std::string missing = need(__builtin_cpu_supports("avx2") != 0, "AVX2");
@@ -38,6 +40,13 @@ std::string missing_feature(std::string_view target) {
   constexpr unsigned kAvx512Bf16Bit = 1U << 5;
   const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvx512Bf16Bit) != 0;
   return need(bf16, "AVX-512 BF16");
+#elif defined(KVONCE_AARCH64)
+  // The kernel's own numbering of HWCAP and HWCAP2, which older C libraries do not name.
+  constexpr unsigned long kAsimdBit = 1UL << 1;
+  constexpr unsigned long kBf16Bit = 1UL << 14;
+  const std::string missing = need((getauxval(AT_HWCAP) & kAsimdBit) != 0, "NEON (FEAT_AdvSIMD)");
+  if (!missing.empty() || target == "neon") return missing;
+  return need((getauxval(AT_HWCAP2) & kBf16Bit) != 0, "BF16 (FEAT_BF16)");
 #else
   return "target " + std::string(target) + ": not built for this architecture";
 #endif
@@ -54,6 +63,8 @@ bool fetches_line_pairs() {
 bool has_fast_pair_dot() {
 #if defined(KVONCE_X86)
   return missing_feature("avx512_bf16").empty() && __builtin_cpu_is("amd") != 0;
+#elif defined(KVONCE_AARCH64)
+  return missing_feature("neon_bf16").empty();
 #else
   return false;
 #endif

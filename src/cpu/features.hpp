@@ -15,7 +15,8 @@ bool fetches_line_pairs();
 
 /// VDPBF16PS beats shifting bf16 to float32 and multiplying that. Measured on Sapphire Rapids it does not: L2-resident,
 /// one thread, 8 rows, d128 11.3 GB/s against 14.1, d64 9.7 against 11.7. On Zen 5 a prototype with pair products ran
-/// 1.75x faster than its own converted f16 (32q/4kv d128 kv=8192); shift and multiply was not compared there.
+/// 1.75x faster than its own converted f16 (32q/4kv d128 kv=8192); shift and multiply was not compared there. BFDOT counts
+/// as fast on every AArch64 processor that has it, for half the multiply instructions and no conversion; not measured.
 bool has_fast_pair_dot();
 
 /// The processor's own name, "unknown processor" where it has none.

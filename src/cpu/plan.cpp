@@ -4,6 +4,7 @@
 
 #include "core/refuse.hpp"
 #include "cpu/backend.hpp"
+#include "cpu/targets.hpp"
 #include "cpu/task.hpp"
 
 namespace kvonce::cpu {
@@ -134,7 +135,7 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot ? 1 : 0;
   if (policy.pair_dot > (can_pair_dot ? 1 : 0)) {
     core::refuse(ErrorCode::InvalidArgument, "policy.pair_dot", std::to_string(policy.pair_dot),
-                 can_pair_dot ? "0 or 1" : "0 unless q and K are bf16 and the target is avx512_bf16");
+                 can_pair_dot ? "0 or 1" : "0 unless q and K are bf16 and the target is avx512_bf16 or neon_bf16");
   }
   if (policy.prefetch_tokens > 65536) {
     core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_tokens", std::to_string(policy.prefetch_tokens),
@@ -223,7 +224,7 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   const std::int64_t block_rows = shared::ceil_div(std::max<std::int64_t>(1, data.rows_per_stream), data.row_blocks);
   const std::int64_t tiles = shared::ceil_div(block_rows, data.policy.row_tile);
   data.kernel_id = kernel_id(p, *target, shared::ceil_div(block_rows, tiles));
-  for (const char* name : {"avx512_bf16", "avx512", "avx2", "portable"}) {
+  for (const char* name : kTargetNames) {
     if (name != data.device.target) {
       data.rejected.push_back("attend_" + std::string(name) + "_*: the device given is target " + data.device.target);
     }

@@ -19,6 +19,13 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
   set(KVONCE_FLAGS_avx512_bf16 ${KVONCE_FLAGS_avx512} -mavx512bf16)
   target_sources(kvonce_objects PRIVATE cpu/target_avx2.cpp cpu/target_avx512.cpp cpu/target_avx512_bf16.cpp)
   target_compile_definitions(kvonce_objects PRIVATE KVONCE_X86=1)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+  list(APPEND KVONCE_CPU_TARGETS neon neon_bf16)
+  set(KVONCE_FLAGS_neon "")
+  # FEAT_BF16 is an extension of Armv8.2: a processor that has it has the rest of these flags.
+  set(KVONCE_FLAGS_neon_bf16 -march=armv8.2-a+bf16)
+  target_sources(kvonce_objects PRIVATE cpu/target_neon.cpp cpu/target_neon_bf16.cpp)
+  target_compile_definitions(kvonce_objects PRIVATE KVONCE_AARCH64=1)
 endif()
 # For the bench baselines, which are compiled per target too.
 set(KVONCE_CPU_TARGETS ${KVONCE_CPU_TARGETS} CACHE INTERNAL "")

@@ -5,6 +5,11 @@
 
 namespace kvonce::cpu {
 
+/// Every target of every architecture, best first.
+constexpr const char* kTargetNames[] = {"avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable"};
+/// The same for messages.
+constexpr const char* kTargetList = "portable, avx2, avx512, avx512_bf16, neon, neon_bf16";
+
 namespace portable {
 extern const Target kTarget;
 }
@@ -15,6 +20,12 @@ namespace avx512 {
 extern const Target kTarget;
 }
 namespace avx512_bf16 {
+extern const Target kTarget;
+}
+namespace neon {
+extern const Target kTarget;
+}
+namespace neon_bf16 {
 extern const Target kTarget;
 }
 

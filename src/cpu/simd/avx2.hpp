@@ -17,6 +17,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
   static constexpr bool kHasSplit = false;
+  static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = false;
   using Vec = __m256;
 

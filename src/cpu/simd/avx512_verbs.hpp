@@ -7,6 +7,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 8;
   static constexpr int kRegisters = 32;
   static constexpr bool kHasSplit = true;
+  static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   using Vec = __m512;
 
@@ -82,6 +83,10 @@ struct Simd {
     const Vec high = add(_mm512_unpacklo_ps(quarter[2], quarter[3]), _mm512_unpackhi_ps(quarter[2], quarter[3]));
     const Vec sums = add(unpacklo_pairs(low, high), unpackhi_pairs(low, high));
     return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));  // 128-bit quarters stand in order 0, 2, 1, 3
+  }
+
+  static void store_half_sums(float* p, const Vec (&v)[8], float scale) {
+    store(p, mul(sum_halves(v), broadcast(scale)));
   }
 
   static Vec unpacklo_pairs(Vec a, Vec b) {

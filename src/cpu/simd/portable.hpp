@@ -4,13 +4,16 @@
 //   width, kMaxRowTile, kRegisters     floats per vector; most rows of a tile; vector registers
 //   kHasPairDot                        dot_pairs(acc, a, b) exists: products of bf16 pairs added to float32 lanes
 //   zero broadcast load store          float32 vectors, any alignment
-//   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max returns its second operand when either is NaN
+//   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max is its second operand or NaN when either is NaN
 //   pin                                the value stays in a register: gcc otherwise folds a load into each of its uses,
 //                                      and the kernels are bound by loads (f32, 8 rows, d128, AVX-512: 1.45x, Ice Lake)
 //   kHasSplit                          the verbs of attend_split.hpp: load_twice(p) puts width / 2 floats into both halves,
 //                                      store_halves<even_odd> takes them apart (even_odd: even and odd lanes),
-//                                      sum_halves(v) has the sum of v[i]'s lower half in lane i, of its upper in width / 2 + i,
+//                                      store_half_sums(p, v, scale), 8 vectors: p[i] is scale times the sum of v[i]'s lower
+//                                      half, p[8 + i] of its upper half,
 //                                      load_split(p0, p1, a, b) loads `width` dims of two tokens, half a vector of each
+//   kHasLanes                          a multiply-add takes one lane of a register as its factor: load_lanes<count>(p),
+//                                      fmadd_lane(a, lanes, i, c) = a * p[i] + c
 //   exp2                               2^x for x <= 0; -inf gives exactly 0, NaN stays NaN; relative error < 2e-7
 //   any_greater(a, b)                  true when a > b in some lane
 //   sum_lanes(v)                       lane i of the result is the sum of the lanes of v[i]
@@ -35,6 +38,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
   static constexpr bool kHasSplit = false;
+  static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = false;
   typedef float Vec __attribute__((vector_size(16)));
   typedef std::int32_t IntVec __attribute__((vector_size(16)));
