@@ -1,5 +1,5 @@
 // Fuzz entry of the safetensors reader: whatever the bytes, parsing ends with an Error or with a header whose tensors
-// tile the data. Linked with libFuzzer (-fsanitize=fuzzer) or with safetensors_fuzz_corpus.cpp.
+// tile the data.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>

@@ -90,6 +90,15 @@ TEST(CaseStringTest, RefusesWrongTokensByName) {
   }
 }
 
+TEST(CaseStringTest, MessagesAreOneShortLineWhateverTheText) {
+  for (const std::string& text : {std::string("32q/4kv d128\n\tq=1"), std::string("32q/4kv d\x1b[2J kv=8"),
+                                  std::string("32q/4kv d128 kv=\x01"), std::string(100'000, 'x')}) {
+    const std::string message = message_of(text);
+    EXPECT_EQ(message.find_first_of("\n\t\x1b\x01"), std::string::npos) << message;
+    EXPECT_LT(message.size(), 400U);
+  }
+}
+
 TEST(CaseStringTest, SaysWhichRequiredTokenIsMissing) {
   EXPECT_NE(message_of("").find("heads"), std::string::npos);
   EXPECT_NE(message_of("d128 kv=8").find("heads"), std::string::npos);

@@ -6,6 +6,8 @@
 #include <array>
 #include <charconv>
 
+#include "kvonce/safetensors.hpp"  // in_quotes
+
 namespace kvonce::tool {
 namespace {
 
@@ -34,7 +36,8 @@ std::int64_t parse_count(std::string_view token, std::string_view digits, std::i
   const char* end = digits.data() + digits.size();
   const auto [stop, error] = std::from_chars(digits.data(), end, value);
   if (digits.empty() || error != std::errc{} || stop != end || value < min || value > kMax) {
-    refuse(fmt::format("token '{}' must hold an integer from {} to {}, got '{}'", token, min, kMax, digits));
+    refuse(fmt::format("token {} must hold an integer from {} to {}, got {}", in_quotes(token), min, kMax,
+                       in_quotes(digits)));
   }
   return value;
 }
@@ -44,7 +47,7 @@ void parse_heads(CaseSpec& spec, std::string_view token) {
   const std::string_view q_part = token.substr(0, slash);
   const std::string_view kv_part = token.substr(slash + 1);
   if (!q_part.ends_with('q') || !kv_part.ends_with("kv")) {
-    refuse(fmt::format("token '{}' must be the heads, such as 32q/4kv", token));
+    refuse(fmt::format("token {} must be the heads, such as 32q/4kv", in_quotes(token)));
   }
   spec.num_q_heads = parse_count(token, q_part.substr(0, q_part.size() - 1), 1);
   spec.num_kv_heads = parse_count(token, kv_part.substr(0, kv_part.size() - 2), 1);
@@ -58,13 +61,15 @@ void parse_dims(CaseSpec& spec, std::string_view token) {
 }
 
 bool parse_flag(std::string_view token, std::string_view value) {
-  if (value != "0" && value != "1") refuse(fmt::format("token '{}' must be 0 or 1, got '{}'", token, value));
+  if (value != "0" && value != "1")
+    refuse(fmt::format("token {} must be 0 or 1, got {}", in_quotes(token), in_quotes(value)));
   return value == "1";
 }
 
 KvFormat parse_dtype(std::string_view token, std::string_view value) {
   const std::optional<KvFormat> format = parse_format(value);
-  if (!format) refuse(fmt::format("token '{}' must be one of {}, got '{}'", token, list_names(), value));
+  if (!format)
+    refuse(fmt::format("token {} must be one of {}, got {}", in_quotes(token), list_names(), in_quotes(value)));
   return *format;
 }
 
@@ -78,7 +83,7 @@ TokenKind parse_token(CaseSpec& spec, std::string_view token) {
   }
   const auto equals = token.find('=');
   if (equals == std::string_view::npos) {
-    if (!token.starts_with('d')) refuse(fmt::format("unknown token '{}'; allowed: {}", token, kGrammar));
+    if (!token.starts_with('d')) refuse(fmt::format("unknown token {}; allowed: {}", in_quotes(token), kGrammar));
     parse_dims(spec, token);
     return kDims;
   }
@@ -104,7 +109,7 @@ TokenKind parse_token(CaseSpec& spec, std::string_view token) {
     spec.causal = parse_flag(token, value);
     return kCausal;
   }
-  refuse(fmt::format("unknown token '{}'; allowed: {}", token, kGrammar));
+  refuse(fmt::format("unknown token {}; allowed: {}", in_quotes(token), kGrammar));
 }
 
 }  // namespace
@@ -126,7 +131,7 @@ CaseSpec parse_case(std::string_view text) {
     const std::size_t end = std::min(text.find_first_of(kSpaces, begin), text.size());
     const std::string_view token = text.substr(begin, end - begin);
     const TokenKind kind = parse_token(spec, token);
-    if ((seen & kind) != 0) refuse(fmt::format("token '{}' repeats one given before", token));
+    if ((seen & kind) != 0) refuse(fmt::format("token {} repeats one given before", in_quotes(token)));
     seen |= kind;
     begin = text.find_first_not_of(kSpaces, end);
   }
@@ -135,7 +140,7 @@ CaseSpec parse_case(std::string_view text) {
     const std::string_view missing = (seen & kHeads) == 0  ? "heads, such as 32q/4kv"
                                      : (seen & kDims) == 0 ? "head dim, such as d128"
                                                            : "KV length, such as kv=32768";
-    refuse(fmt::format("'{}' lacks the {}; a case is: {}", text, missing, kGrammar));
+    refuse(fmt::format("{} lacks the {}; a case is: {}", in_quotes(text), missing, kGrammar));
   }
   return spec;
 }
