@@ -53,7 +53,7 @@ def arms(problem, options, _peer):
     def result(_):
         return latest["out"].reshape(problem.num_q_heads, problem.head_dim).float().numpy()
 
-    version = torch.__version__
+    version = torch.__version__.split("+")[0]
     forms = [("torch_sdpa", "enable_gqa" if group > 1 else "plain", prepare_heads, sdpa),
              ("torch_matmul", "grouped", prepare_groups, matmul_f16 if problem.dtype == "f16" else matmul)]
     if group > 1:

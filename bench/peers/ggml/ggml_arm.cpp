@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "ggml.h"
-#if __has_include("ggml-cpu.h")
-#include "ggml-cpu.h"
+#include <ggml.h>
+#if __has_include(<ggml-cpu.h>)
+#include <ggml-cpu.h>
 #define KVONCE_GGML_PLAN(graph, num_threads) ggml_graph_plan(graph, num_threads, nullptr)
 #else
 #define KVONCE_GGML_PLAN(graph, num_threads) ggml_graph_plan(graph, num_threads)
@@ -42,7 +42,7 @@ ggml_type type_of(int dtype) {
 // dtype: 0 f32, 1 f16, 2 bf16, as in kvonce.h. Null when ggml has no memory.
 KVONCE_PEER void* kvonce_ggml_create(int dtype, std::int64_t num_q_heads, std::int64_t num_kv_heads,
                                      std::int64_t head_dim, std::int64_t kv_len, int num_threads) {
-#if __has_include("ggml-cpu.h")
+#if __has_include(<ggml-cpu.h>)
   ggml_cpu_init();
 #endif
   auto* const step = new Step;
