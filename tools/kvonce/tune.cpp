@@ -43,19 +43,24 @@ std::string quarters_text(const TuneTrial& trial) {
                      trial.quarters[3]);
 }
 
+// "1.04x (quarters 1.03 1.05 1.04 1.04, worst case 1.02)"
+std::string ratio_text(const TuneTrial& trial) {
+  return fmt::format("{:.2f}x (quarters {}, worst case {:.2f})", trial.ratio, quarters_text(trial), trial.worst_case);
+}
+
 // One row per candidate: alone on the case of middle size, the winners again on every case.
 Table trial_table(const std::vector<TuneOutcome>& outcomes) {
   Table table;
-  table.columns = {"cases", "candidate", "measured", "ratio", "quarters", "verdict"};
+  table.columns = {"cases", "candidate", "measured", "ratio", "worst_case", "quarters", "verdict"};
   for (const TuneOutcome& outcome : outcomes) {
     for (const TuneTrial& trial : outcome.alone) {
-      table.rows.push_back({outcome.title, trial.candidate, "alone", trial.ratio, quarters_text(trial),
-                            trial.wins ? "measured again" : "noise or loss"});
+      table.rows.push_back({outcome.title, trial.candidate, "alone", trial.ratio, trial.worst_case,
+                            quarters_text(trial), trial.wins ? "measured again" : "noise or loss"});
     }
     for (std::size_t i = 0; i < outcome.confirmed.size(); ++i) {
       const TuneTrial& trial = outcome.confirmed[i];
-      table.rows.push_back({outcome.title, trial.candidate, "again", trial.ratio, quarters_text(trial),
-                            outcome.kept == i ? "kept" : "not kept"});
+      table.rows.push_back({outcome.title, trial.candidate, "again", trial.ratio, trial.worst_case,
+                            quarters_text(trial), outcome.kept == i ? "kept" : "not kept"});
     }
   }
   return table;
@@ -75,7 +80,7 @@ std::string built_in_reason(const TuneOutcome& outcome) {
   if (trials.empty()) return "no other value is possible";
   const auto best = std::max_element(trials.begin(), trials.end(),
                                      [](const TuneTrial& a, const TuneTrial& b) { return a.ratio < b.ratio; });
-  return fmt::format("the best other, {}, made {:.2f}x ({})", best->candidate, best->ratio, quarters_text(*best));
+  return fmt::format("the best other, {}, made {}", best->candidate, ratio_text(*best));
 }
 
 std::string file_text(const std::vector<TuneOutcome>& outcomes, const Device& device, const std::string& command) {
@@ -91,8 +96,7 @@ std::string file_text(const std::vector<TuneOutcome>& outcomes, const Device& de
     text += fmt::format("\n# {}\n", outcome.title);
     if (outcome.kept) {
       const TuneTrial& trial = outcome.confirmed[*outcome.kept];
-      text += fmt::format("# {}: {:.2f}x ({})\n{}\n", figures_text(trial), trial.ratio, quarters_text(trial),
-                          to_string(outcome.rule));
+      text += fmt::format("# {}: {}\n{}\n", figures_text(trial), ratio_text(trial), to_string(outcome.rule));
     } else {
       text += fmt::format("# the built-in choice stays: {}\n", built_in_reason(outcome));
     }

@@ -21,20 +21,12 @@ constexpr std::int64_t kMinRounds = 12;
 constexpr std::int64_t kMaxRounds = 400;
 constexpr double kAloneShare = 0.55;  // of a rule's time; the rest confirms
 
-// More than noise: 3 % in the median and in three of four quarters of the rounds, without a loss on any case. A burst of
-// other work on the machine moves one quarter, not three.
-bool wins(const TuneTrial& trial) {
-  const auto good = std::count_if(trial.quarters.begin(), trial.quarters.end(), [](double q) { return q >= kWin; });
-  return trial.ratio >= kWin && good >= 3 && trial.worst_case >= kWorstCase;
-}
-
 double geometric_mean(const std::vector<double>& values) {
   double sum = 0.0;
   for (const double value : values) sum += std::log(value);
   return std::exp(sum / static_cast<double>(values.size()));
 }
 
-// Rows per KV stream whose row tiles are alike in the kernels share a rule.
 void set_row_range(PolicyRule& rule, std::int64_t rows) {
   constexpr std::int64_t kLast[] = {1, 4, 8, 16};
   rule.min_rows = 1;
@@ -44,16 +36,6 @@ void set_row_range(PolicyRule& rule, std::int64_t rows) {
     rule.min_rows = last + 1;
   }
   rule.max_rows = PolicyRule().max_rows;
-}
-
-PolicyRule rule_of(const Problem& problem, const Device& device) {
-  PolicyRule rule;
-  rule.target = device.target;
-  rule.k_format = problem.k_format;
-  rule.v_format = problem.v_format;
-  set_row_range(rule, problem.rows_per_stream());
-  rule.min_dims = rule.max_dims = problem.head_dim_qk;
-  return rule;
 }
 
 // Cases of one rule.
@@ -76,7 +58,8 @@ std::string rule_title(const std::vector<CaseSpec>& specs, const Problem& proble
 class Tuner {
  public:
   explicit Tuner(const TuneSettings& settings) : settings_(settings), team_{settings.device.num_threads} {
-    built_in_.policy_file = std::make_shared<PolicyFile>();  // not what KVONCE_POLICY says
+    start_.policy = settings.start;
+    start_.policy_file = std::make_shared<PolicyFile>();  // not what KVONCE_POLICY says
     for (const KvFormat dtype : settings.dtypes) {
       for (const CaseSpec& spec : settings.cases) {
         const bool is_repeated = spec.dtype && dtype != settings.dtypes.front();
@@ -100,7 +83,7 @@ class Tuner {
  private:
   void add_case(const CaseSpec& spec, KvFormat dtype) {
     const Problem problem = timed_problem(spec, dtype);
-    (void)make_plan(problem, settings_.device, built_in_);  // refuses what cannot run before anything is timed
+    (void)make_plan(problem, settings_.device, start_);  // refuses what cannot run before anything is timed
     CaseData data = lay_out_case(problem, rotation_bytes(settings_.device));
     buffer_bytes_ = std::max(buffer_bytes_, data.num_sets * data.set_bytes);
     const PolicyRule rule = rule_of(problem, settings_.device);
@@ -127,7 +110,7 @@ class Tuner {
               [](const CaseData* a, const CaseData* b) { return a->kv_bytes() < b->kv_bytes(); });
     const CaseData* const middle = by_size[by_size.size() / 2];
     const double seconds = settings_.seconds / static_cast<double>(rules_.size());
-    const std::vector<Candidate> candidates = tune_candidates(middle->problem, settings_.device, built_in_);
+    const std::vector<Candidate> candidates = tune_candidates(middle->problem, settings_.device, start_);
     outcome.alone = measure(candidates, {middle}, kAloneShare * seconds, outcome);
 
     const std::vector<Candidate> winners = winners_of(candidates, outcome.alone);
@@ -207,13 +190,13 @@ class Tuner {
     return trials;
   }
 
-  // The built-in choice, then the candidates; each has run once and been compared with the oracle.
+  // The start, then the candidates; each has run once and been compared with the oracle.
   [[nodiscard]] std::vector<Arm> make_arms(const std::vector<Candidate>& candidates, const CaseData& data,
                                            TuneOutcome& outcome) const {
     const bench::TargetKernels& kernels = bench::target_kernels(settings_.device.target);
-    std::vector<Arm> arms{make_arm("kvonce", data, settings_.device, built_in_, kernels, kernels.read_loops[0])};
+    std::vector<Arm> arms{make_arm("kvonce", data, settings_.device, start_, kernels, kernels.read_loops[0])};
     for (const Candidate& candidate : candidates) {
-      PlanOptions options = built_in_;
+      PlanOptions options = start_;
       options.policy = candidate.policy;
       arms.push_back(make_arm("kvonce", data, settings_.device, options, kernels, kernels.read_loops[0]));
     }
@@ -237,13 +220,28 @@ class Tuner {
 
   const TuneSettings& settings_;
   bench::Team team_;
-  PlanOptions built_in_;
+  PlanOptions start_;
   BenchBuffer buffer_;
   std::int64_t buffer_bytes_ = 0;
   std::vector<RuleCases> rules_;
 };
 
 }  // namespace
+
+bool wins(const TuneTrial& trial) {
+  const auto good = std::count_if(trial.quarters.begin(), trial.quarters.end(), [](double q) { return q >= kWin; });
+  return trial.ratio >= kWin && good >= 3 && trial.worst_case >= kWorstCase;
+}
+
+PolicyRule rule_of(const Problem& problem, const Device& device) {
+  PolicyRule rule;
+  rule.target = device.target;
+  rule.k_format = problem.k_format;
+  rule.v_format = problem.v_format;
+  set_row_range(rule, problem.rows_per_stream());
+  rule.min_dims = rule.max_dims = problem.head_dim_qk;
+  return rule;
+}
 
 std::vector<TuneOutcome> tune(const TuneSettings& settings) { return Tuner(settings).run(); }
 

@@ -17,6 +17,7 @@ struct TuneSettings {
   std::vector<KvFormat> dtypes;  // of cases without their own: every one of them
   Device device;
   double seconds = 60.0;  // for all cases together, about
+  Policy start;           // what candidates are compared with and differ from in one field; open: the built-in choice
 };
 
 /// GB/s of one case, K and V bytes counted once.
@@ -32,7 +33,7 @@ struct TuneTrial {
   double ratio = 0.0;                // median over the rounds; geometric mean over the cases
   std::array<double, 4> quarters{};  // the same for each quarter of the rounds
   double worst_case = 0.0;           // the least of the cases' medians
-  bool wins = false;                 // see wins() in tune_search.cpp
+  bool wins = false;                 // see wins()
   std::vector<TuneFigure> figures;   // per case
 };
 
@@ -45,6 +46,14 @@ struct TuneOutcome {
   std::optional<std::size_t> kept;   // of confirmed
   std::vector<std::string> wrong;    // one sentence per candidate whose result disagrees with the oracle
 };
+
+/// More than noise: at least 1.03 in the median and in three of the four quarters of the rounds, and no case below 0.98. A
+/// burst of other work on the machine moves one quarter, not three.
+bool wins(const TuneTrial& trial);
+
+/// The conditions of the rule that a problem belongs to: target, formats, head_dim_qk and the rows whose tiles are alike in
+/// the kernels (1, 2 to 4, 5 to 8, 9 to 16, more).
+PolicyRule rule_of(const Problem& problem, const Device& device);
 
 /// In the order of dtypes, then of the first case of each rule. Throws Error for a case that cannot run.
 std::vector<TuneOutcome> tune(const TuneSettings& settings);
