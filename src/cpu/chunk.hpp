@@ -86,6 +86,8 @@ class ChunkRunner {
       : task_(task),
         qk_floats_(round_up(task.head_dim_qk, kPadFloats)),
         o_floats_(round_up(task.head_dim_v, kPadFloats)),
+        k_row_bytes_(task.head_dim_qk * bytes_of(task.k_format)),
+        v_row_bytes_(task.head_dim_v * bytes_of(task.v_format)),
         num_tiles_(static_cast<int>(shared::ceil_div(task.num_rows, task.row_tile))),
         q_(task.scratch),
         o_(q_ + task.num_rows * qk_floats_),
@@ -152,15 +154,34 @@ class ChunkRunner {
     return static_cast<const char*>(task_.v) + token * task_.v_token_stride * bytes_of(task_.v_format);
   }
 
-  /// The step that lies prefetch_tokens behind `tokens`. Only the first tile of a step waits for memory.
-  [[nodiscard]] StepPrefetcher<S> step_ahead(int i, const shared::TokenRange& tokens, const void* data,
-                                             std::int64_t token_stride, KvFormat format, std::int64_t dims) const {
-    const std::int64_t begin = tokens.begin + task_.prefetch_tokens;
+  /// K or V of the step that begins at token `begin`, asked for while rows of `paced_by` bytes are worked on. Only the first
+  /// tile of a step waits for memory.
+  [[nodiscard]] StepPrefetcher<S> step_ahead(int i, std::int64_t begin, const void* data, std::int64_t token_stride,
+                                             std::int64_t row_bytes, std::int64_t element,
+                                             std::int64_t paced_by) const {
     const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
     if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
-    const std::int64_t stride_bytes = token_stride * bytes_of(format);
-    return {static_cast<const char*>(data) + begin * stride_bytes, stride_bytes, dims * bytes_of(format), end - begin,
+    const std::int64_t stride_bytes = token_stride * element;
+    return {static_cast<const char*>(data) + begin * stride_bytes,
+            stride_bytes,
+            row_bytes,
+            end - begin,
+            paced_by,
             task_.prefetch_lines};
+  }
+  /// A step's values are fetched while its keys are scored, and the next step's keys while the values are added up, so that
+  /// little passes through the cache between the request and the use. Against keys and values each one whole step ahead, share
+  /// of a plain read at 1, 4 and 8 rows, bf16 d128, 2 threads: Ice Lake 0.88 0.80 0.61 to 0.90 0.83 0.64, Sapphire Rapids
+  /// 0.86 0.82 0.74 to 0.90 0.83 0.74.
+  [[nodiscard]] StepPrefetcher<S> values_ahead(int i, std::int64_t token) const {
+    if (task_.v == task_.k) return {};  // V that is a view of K was fetched with K
+    const std::int64_t lead = task_.prefetch_tokens - task_.step_tokens;
+    return step_ahead(i, token + (lead > 0 ? lead : 0), task_.v, task_.v_token_stride, v_row_bytes_,
+                      bytes_of(task_.v_format), k_row_bytes_);
+  }
+  [[nodiscard]] StepPrefetcher<S> keys_ahead(int i, std::int64_t token) const {
+    return step_ahead(i, token + task_.prefetch_tokens, task_.k, task_.k_token_stride, k_row_bytes_,
+                      bytes_of(task_.k_format), v_row_bytes_);
   }
 
   void start_tile(int i) {
@@ -185,7 +206,7 @@ class ChunkRunner {
     const RowTile& t = tile(i);
     if (!touches(t, tokens)) return;
     const std::int64_t count = tokens.end - tokens.begin;
-    StepPrefetcher<S> ahead = step_ahead(i, tokens, task_.k, task_.k_token_stride, task_.k_format, task_.head_dim_qk);
+    StepPrefetcher<S> ahead = values_ahead(i, tokens.begin);
     kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
                             task_.scale_log2e, ahead, scores_of(i));
     if (!is_whole(t, tokens)) hide_scores(t, tokens, scores_of(i));
@@ -205,9 +226,7 @@ class ChunkRunner {
     const RowTile& t = tile(i);
     if (!touches(t, tokens)) return;
     if (is_whole(t, tokens)) {
-      // V that is a view of K was fetched with K.
-      StepPrefetcher<S> ahead = step_ahead(task_.v == task_.k ? -1 : i, tokens, task_.v, task_.v_token_stride,
-                                           task_.v_format, task_.head_dim_v);
+      StepPrefetcher<S> ahead = keys_ahead(i, tokens.begin);
       kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
                                    lane_rows(t.rows), task_.head_dim_v, ahead, o_of(i), t.rows * S::width);
       return;
@@ -237,6 +256,8 @@ class ChunkRunner {
   const ChunkTask& task_;
   std::int64_t qk_floats_;
   std::int64_t o_floats_;
+  std::int64_t k_row_bytes_;
+  std::int64_t v_row_bytes_;
   int num_tiles_;
   float* q_;
   float* o_;

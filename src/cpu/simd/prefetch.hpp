@@ -16,9 +16,9 @@ template <class S>
 class StepPrefetcher {
  public:
   StepPrefetcher() = default;
-  /// Asks for one cache line of every `line_step`.
+  /// Asks for one cache line of every `line_step` while as many rows of `paced_by` bytes are worked on.
   StepPrefetcher(const void* first_row, std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t num_rows,
-                 std::int64_t line_step = 1)
+                 std::int64_t paced_by, std::int64_t line_step)
       : next_(static_cast<const char*>(first_row)),
         part_stride_(shared::ceil_div(num_rows, kParts) * stride_bytes),
         request_bytes_(kLineBytes * line_step),
@@ -31,7 +31,7 @@ class StepPrefetcher {
     }
     gap_bytes_ = stride_bytes - piece_requests_ * request_bytes_;
     requests_left_ = piece_requests_;
-    bytes_per_turn_ = kParts * request_bytes_;
+    bytes_per_turn_ = kParts * request_bytes_ * paced_by / row_bytes;
   }
 
   /// So many bytes of the current step were worked on.
