@@ -10,11 +10,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "attend_fixture.hpp"
 #include "cpu/pool.hpp"
 #include "forked_child.hpp"
 #include "kvonce/kvonce.hpp"
@@ -33,71 +33,11 @@ namespace {
 
 constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a forked child; other builds run this";
 
-// A problem large enough that attend uses every thread it may.
-class Fixture {
- public:
-  Fixture(std::int64_t kv_len, int num_threads, const PlanOptions& options = {})
-      : plan_(make_plan(problem(kv_len), device(num_threads), options)) {
-    std::uint32_t state = 1;
-    const auto fill = [&state](std::vector<float>& values, std::int64_t count) {
-      values.resize(static_cast<std::size_t>(count));
-      for (float& x : values) {
-        state = state * 1664525U + 1013904223U;
-        x = static_cast<float>(state >> 8) * 0x1p-23F - 1.0F;
-      }
-    };
-    fill(q_, kHeads * kGroup * kDim);
-    fill(k_, kHeads * kv_len * kDim);
-    fill(v_, kHeads * kv_len * kDim);
-    inputs_.q = {q_.data(), 0, kDim, kDim};
-    inputs_.k = {k_.data(), 0, kv_len * kDim, kDim};
-    inputs_.v = {v_.data(), 0, kv_len * kDim, kDim};
-    workspace_.resize(plan_.workspace_bytes());
-  }
-
-  std::vector<float> attend_once(const Context& context = {}) {
-    std::vector<float> out(q_.size(), std::numeric_limits<float>::quiet_NaN());
-    Outputs outputs;
-    outputs.out = out.data();
-    outputs.out_head_stride = kDim;
-    outputs.out_token_stride = kDim;
-    attend(plan_, inputs_, outputs, workspace_.data(), workspace_.size(), context);
-    return out;
-  }
-
- private:
-  static constexpr std::int64_t kHeads = 4;
-  static constexpr std::int64_t kGroup = 3;
-  static constexpr std::int64_t kDim = 64;
-
-  static Problem problem(std::int64_t kv_len) {
-    Problem p;
-    p.num_q_heads = kHeads * kGroup;
-    p.num_kv_heads = kHeads;
-    p.head_dim_qk = kDim;
-    p.max_kv_len = kv_len;
-    return p;
-  }
-
-  static Device device(int num_threads) {
-    Device best = default_device();
-    best.num_threads = num_threads;
-    return best;
-  }
-
-  Plan plan_;
-  std::vector<float> q_;
-  std::vector<float> k_;
-  std::vector<float> v_;
-  std::vector<char> workspace_;
-  Inputs inputs_;
-};
-
 int pool_threads() { return cpu::Pool::shared().num_threads(); }
 
 TEST(ThreadsTest, AForkedChildGivesTheSameBitsWithAPoolOfItsOwnAndTheParentGoesOn) {
   if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Fixture fixture(4096, 3);
+  AttendFixture fixture(4096, 3);
   const std::vector<float> expected = fixture.attend_once();
   EXPECT_EQ(pool_threads(), 2);
   const auto child = [&] {
@@ -114,8 +54,8 @@ TEST(ThreadsTest, AForkedChildGivesTheSameBitsWithAPoolOfItsOwnAndTheParentGoesO
 
 TEST(ThreadsTest, ForkingWhileAnotherThreadAttendsGivesTheSameBits) {
   if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Fixture fixture(4096, 2);
-  Fixture busy_fixture(4096, 2);
+  AttendFixture fixture(4096, 2);
+  AttendFixture busy_fixture(4096, 2);
   const std::vector<float> expected = fixture.attend_once();
   std::atomic<bool> stop{false};
   std::thread busy([&] {
@@ -130,7 +70,7 @@ TEST(ThreadsTest, ForkingWhileAnotherThreadAttendsGivesTheSameBits) {
 
 TEST(ThreadsTest, AHostsTeamLeavesThePoolWithoutThreads) {
   if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Fixture fixture(4096, 4);
+  AttendFixture fixture(4096, 4);
   const std::vector<float> expected = fixture.attend_once();
   const auto child = [&] {
     Context context;
@@ -149,8 +89,8 @@ TEST(ThreadsTest, AHostsTeamLeavesThePoolWithoutThreads) {
 
 TEST(ThreadsTest, OneThreadAndShortCachesCreateNoThread) {
   if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
-  Fixture large(4096, 4);
-  Fixture small(16, 4);
+  AttendFixture large(4096, 4);
+  AttendFixture small(16, 4);
   const auto child = [&] {
     Context one;
     one.num_threads = 1;
@@ -169,7 +109,7 @@ TEST(ThreadsTest, WorkerBytesSayHowManyWorkersACallTakes) {
   const auto num_workers = [](std::int64_t worker_bytes) {
     PlanOptions options;
     options.policy.worker_bytes = worker_bytes;
-    Fixture fixture(4096, 4, options);
+    AttendFixture fixture(4096, 4, options);
     Context context;
     context.parallel_for = [](void* host, std::int64_t count, void (*body)(void*, std::int64_t), void* body_context) {
       *static_cast<std::int64_t*>(host) = count;
@@ -189,7 +129,7 @@ TEST(ThreadsTest, WorkerBytesSayHowManyWorkersACallTakes) {
 TEST(ThreadsTest, PlanningCreatesNoThread) {
   if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
   const auto child = [] {
-    const Fixture fixture(4096, 8);
+    const AttendFixture fixture(4096, 8);
     return pool_threads() == 0 ? 0 : 2;
   };
   EXPECT_EQ(status_of_child(child), 0);
