@@ -9,6 +9,15 @@
 #include <functional>
 #include <thread>
 
+#if !defined(__has_feature)
+#define __has_feature(x) 0
+#endif
+#if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
+// ThreadSanitizer ends a forked child that starts threads, unless told not to. This header belongs to one file of a
+// program.
+extern "C" [[gnu::visibility("default")]] const char* __tsan_default_options() { return "die_after_fork=0"; }
+#endif
+
 namespace kvonce {
 
 // The exit status of body in a forked child, or -1 when it did not exit by itself in 60 s.

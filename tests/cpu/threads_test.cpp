@@ -19,24 +19,12 @@
 #include "forked_child.hpp"
 #include "kvonce/kvonce.hpp"
 
-#if !defined(__has_feature)
-#define __has_feature(x) 0
-#endif
-#if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
-#define KVONCE_TEST_TSAN 1
-#else
-#define KVONCE_TEST_TSAN 0
-#endif
-
 namespace kvonce {
 namespace {
-
-constexpr char kNoForkUnderTsan[] = "ThreadSanitizer loses count of threads in a forked child; other builds run this";
 
 int pool_threads() { return cpu::Pool::shared().num_threads(); }
 
 TEST(ThreadsTest, AForkedChildGivesTheSameBitsWithAPoolOfItsOwnAndTheParentGoesOn) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
   AttendFixture fixture(4096, 3);
   const std::vector<float> expected = fixture.attend_once();
   EXPECT_EQ(pool_threads(), 2);
@@ -53,7 +41,6 @@ TEST(ThreadsTest, AForkedChildGivesTheSameBitsWithAPoolOfItsOwnAndTheParentGoesO
 }
 
 TEST(ThreadsTest, ForkingWhileAnotherThreadAttendsGivesTheSameBits) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
   AttendFixture fixture(4096, 2);
   AttendFixture busy_fixture(4096, 2);
   const std::vector<float> expected = fixture.attend_once();
@@ -69,7 +56,6 @@ TEST(ThreadsTest, ForkingWhileAnotherThreadAttendsGivesTheSameBits) {
 }
 
 TEST(ThreadsTest, AHostsTeamLeavesThePoolWithoutThreads) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
   AttendFixture fixture(4096, 4);
   const std::vector<float> expected = fixture.attend_once();
   const auto child = [&] {
@@ -88,7 +74,6 @@ TEST(ThreadsTest, AHostsTeamLeavesThePoolWithoutThreads) {
 }
 
 TEST(ThreadsTest, OneThreadAndShortCachesCreateNoThread) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
   AttendFixture large(4096, 4);
   AttendFixture small(16, 4);
   const auto child = [&] {
@@ -127,7 +112,6 @@ TEST(ThreadsTest, WorkerBytesSayHowManyWorkersACallTakes) {
 }
 
 TEST(ThreadsTest, PlanningCreatesNoThread) {
-  if (KVONCE_TEST_TSAN) GTEST_SKIP() << kNoForkUnderTsan;
   const auto child = [] {
     const AttendFixture fixture(4096, 8);
     return pool_threads() == 0 ? 0 : 2;
