@@ -200,7 +200,7 @@ typedef struct kvonce_device {
   int64_t l2_bytes;
   int64_t l3_bytes;
   double read_gbps;      /* streaming read bandwidth; 0 when unknown */
-  char target[32];       /* CPU: "portable", "avx2", "avx512", "avx512_bf16" */
+  char target[32];       /* CPU: "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16" */
   char name[128];        /* the processor's own name */
   char unavailable[512]; /* empty when usable, else one sentence saying why not */
 } kvonce_device;

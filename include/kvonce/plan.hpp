@@ -19,7 +19,7 @@ struct PlanData;
 /// One way to run attention on this machine: a backend and, on the CPU, an instruction-set target.
 struct Device {
   Backend backend = Backend::cpu;
-  std::string target;         // "portable", "avx2", "avx512", "avx512_bf16"; empty on other backends
+  std::string target;         // "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; empty elsewhere
   std::string name;           // the processor's own name
   std::string unavailable;    // empty when usable, else one sentence saying why not
   int num_threads = 1;        // threads a plan may use; results do not depend on it

@@ -289,8 +289,7 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
     KVONCE_UNROLL
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + i * o_stride + r * S::width);
   }
-  // Never a call of its own: acc would go through memory.
-  const auto add_token = [&acc](const typename E::Stored* values, const float* weights) __attribute__((always_inline)) {
+  const auto add_token = [&acc](const typename E::Stored* values, const float* weights) KVONCE_INLINE_ON_ARM {
     Vec value[vectors];
     KVONCE_UNROLL
     for (int i = 0; i + 1 < vectors; i += 2) E::load_pair(values + i * S::width, value[i], value[i + 1]);

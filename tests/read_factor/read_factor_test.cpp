@@ -106,7 +106,8 @@ TEST_P(ReadFactorTest, EveryValidByteIsFetchedAsOftenAsThePlanSays) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, ReadFactorTest, testing::Values("portable", "avx2", "avx512", "avx512_bf16"),
+INSTANTIATE_TEST_SUITE_P(Targets, ReadFactorTest,
+                         testing::Values("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"),
                          [](const testing::TestParamInfo<std::string>& name) { return name.param; });
 
 }  // namespace

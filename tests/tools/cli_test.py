@@ -175,7 +175,7 @@ class DevicesTest(CommandTest):
         document = json.loads(kvonce("devices", "--format", "json").stdout)
         devices = document["devices"]
         targets = {device["target"]: device for device in devices if device["backend"] == "cpu"}
-        self.assertLessEqual({"portable", "avx2", "avx512", "avx512_bf16"}, set(targets))
+        self.assertEqual({"portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"}, set(targets))
         self.assertTrue(targets["portable"]["usable"])
         for device in devices:
             self.assertEqual(device["usable"], device["why_missing"] is None, device)

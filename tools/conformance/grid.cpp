@@ -295,8 +295,8 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
   for (std::uint64_t array = 1; array <= num_arrays; ++array) {
     for (CaseSpec spec : grid_cases(grid_limits(level, array))) {
       // Where two score kernels exist, both run, whichever this processor would choose.
-      const bool two_kernels = device.target == "avx512_bf16" && spec.problem.q_dtype == DType::bf16 &&
-                               spec.problem.k_format == KvFormat::bf16;
+      const bool two_kernels = (device.target == "avx512_bf16" || device.target == "neon_bf16") &&
+                               spec.problem.q_dtype == DType::bf16 && spec.problem.k_format == KvFormat::bf16;
       for (std::int64_t pair_dot = 0; pair_dot <= (two_kernels ? 1 : 0); ++pair_dot) {
         spec.options.policy.pair_dot = pair_dot;
         results.push_back(check_oracle(spec, device));
