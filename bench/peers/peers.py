@@ -79,7 +79,6 @@ class Buffer:
         half = math.prod(problem.kv_shape)
         num_q = problem.num_q_heads * problem.head_dim
         kv = self.values[:2 * half * count].reshape(count, 2, *problem.kv_shape)
-        # Scores of unscaled random heads would leave all weight on one token; smaller queries spread it.
         q = self.block[-num_q:].reshape(problem.num_q_heads, problem.head_dim)
         return [KvSet(q, one[0], one[1]) for one in kv]
 
