@@ -59,8 +59,13 @@ struct PerHeadKernel {
                                            std::int64_t stride, std::int64_t dims) {
     if (next >= task.token_end) return {};
     const std::int64_t left = task.token_end - next;
-    return {rows + next * stride, stride * kStoredBytes, dims * kStoredBytes,
-            left < task.step_tokens ? left : task.step_tokens};
+    const std::int64_t row_bytes = dims * kStoredBytes;
+    return {rows + next * stride,
+            stride * kStoredBytes,
+            row_bytes,
+            left < task.step_tokens ? left : task.step_tokens,
+            row_bytes,
+            1};
   }
 
   // [1]
