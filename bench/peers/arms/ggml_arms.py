@@ -23,7 +23,18 @@ def check_installed(options, peer):
     load(pathlib.Path(options.work) / peer / LIBRARY)
 
 
+def serves(problem, peer):
+    """ik_llama.cpp ends the process when its kernels lack a type, and falls back to a loop over heads when kv_len is no
+    multiple of 32: neither may happen here."""
+    if peer == "llama.cpp":
+        return True
+    has_bf16 = " avx512_bf16 " in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return problem.kv_len % 32 == 0 and (problem.dtype == "f16" or (problem.dtype == "bf16" and has_bf16))
+
+
 def arms(problem, options, peer):
+    if not serves(problem, peer):
+        return []
     folder = pathlib.Path(options.work) / peer
     lib = load(folder / LIBRARY)
     version = (folder / "version").read_text(encoding="utf-8").strip()

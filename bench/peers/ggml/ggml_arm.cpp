@@ -2,7 +2,8 @@
 // ggml (llama.cpp's, ik_llama.cpp's) against that ggml's own headers; the two differ in a few names only.
 //
 // Shapes: q [num_q_heads, head_dim] f32, K and V [num_kv_heads, kv_len, head_dim] of `type`, out [num_q_heads, head_dim]
-// f32, all packed. No mask: all of the cache is visible, which is what a decode step sees.
+// f32, all packed. All of the cache is visible: llama.cpp's operator runs without a mask, ik_llama.cpp's shared kernels
+// answer only with one (without it the call falls back to the per-head loop), so that it gets a mask of zeros.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +15,7 @@
 #define KVONCE_GGML_PLAN(graph, num_threads) ggml_graph_plan(graph, num_threads, nullptr)
 #else
 #define KVONCE_GGML_PLAN(graph, num_threads) ggml_graph_plan(graph, num_threads)
+#define KVONCE_GGML_NEEDS_MASK
 #endif
 
 namespace {
@@ -27,6 +29,7 @@ struct Step {
   ggml_tensor* v = nullptr;
   ggml_tensor* out = nullptr;
   ggml_cplan plan{};
+  std::vector<ggml_fp16_t> zeros;  // the mask, [GGML_KQ_MASK_PAD, kv_len]; empty when there is none
   std::vector<std::uint8_t> work;
 };
 
@@ -58,7 +61,13 @@ KVONCE_PEER void* kvonce_ggml_create(int dtype, std::int64_t num_q_heads, std::i
   step->k = ggml_new_tensor_3d(step->context, type_of(dtype), head_dim, kv_len, num_kv_heads);
   step->v = ggml_new_tensor_3d(step->context, type_of(dtype), head_dim, kv_len, num_kv_heads);
   const float scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
-  step->out = ggml_flash_attn_ext(step->context, step->q, step->k, step->v, nullptr, scale, 0.0F, 0.0F);
+  ggml_tensor* mask = nullptr;
+#ifdef KVONCE_GGML_NEEDS_MASK
+  mask = ggml_new_tensor_2d(step->context, GGML_TYPE_F16, kv_len, GGML_KQ_MASK_PAD);
+  step->zeros.resize(static_cast<std::size_t>(kv_len * GGML_KQ_MASK_PAD));
+  mask->data = step->zeros.data();
+#endif
+  step->out = ggml_flash_attn_ext(step->context, step->q, step->k, step->v, mask, scale, 0.0F, 0.0F);
   step->graph = ggml_new_graph(step->context);
   ggml_build_forward_expand(step->graph, step->out);
   step->plan = KVONCE_GGML_PLAN(step->graph, num_threads);
