@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every fuzzer for a while, two at a time, from its committed corpus. Inputs that a fuzzer finds stay in
+# Runs every fuzzer for a while, all at once, from its committed corpus. Inputs that a fuzzer finds stay in
 # BUILD_DIR/fuzz/NAME for the next run; a finding is kept in BUILD_DIR/fuzz and fails the run.
 # usage: tests/fuzz/run.sh BUILD_DIR SECONDS [NAME...]
 set -uo pipefail
@@ -30,4 +30,4 @@ fuzz() {  # NAME
 }
 export -f fuzz
 export build here seconds
-printf '%s\0' "${names[@]}" | xargs -0 -P 2 -n 1 bash -c 'fuzz "$0"'
+printf '%s\0' "${names[@]}" | xargs -0 -P "${#names[@]}" -n 1 bash -c 'fuzz "$0"'
