@@ -4,7 +4,7 @@
 usage: bench/peers/peers.py --build DIR [--dtype f16] [--arms kvonce,torch,...] [--out FILE]
 example: bench/peers/run.sh --dtype f16
 
-Run it with the Python of the virtual environment that setup.sh makes; run.sh does. Method and traps: bench/peers/README.md.
+Run it with the Python of the virtual environment that setup.sh makes; run.sh does. Method and traps: README.md here.
 """
 import argparse
 import gc
@@ -27,12 +27,13 @@ import numpy as np  # noqa: E402
 from arms import KvSet, Problem, f32_to_bf16, kvonce_arms, to_float  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
-MODULES = {"torch": "torch_arms", "llama.cpp": "ggml_arms", "ik_llama.cpp": "ggml_arms", "onnxruntime": "onnxruntime_arms",
-           "openvino": "openvino_arms"}
+MODULES = {"torch": "torch_arms", "llama.cpp": "ggml_arms", "ik_llama.cpp": "ggml_arms",
+           "onnxruntime": "onnxruntime_arms", "openvino": "openvino_arms"}
 HUGE_PAGE = 2 * 1024 * 1024
 PAUSE_S = 0.02  # longer than any peer's workers spin after a call
 CALLS_S = 0.01  # timed calls of one arm in one round go on for about this long
-# Relative RMS against double precision. kvonce's are those of `kvonce bench`; a peer's tell a wrong layout from rounding.
+# Relative RMS against double precision. kvonce's are those of `kvonce bench`; a peer's tell a wrong layout from
+# rounding.
 MAX_ERROR = {"f32": 2e-5, "f16": 2e-5, "bf16": 5e-3}
 MAX_PEER_ERROR = {"f32": 1e-4, "f16": 5e-2, "bf16": 5e-2}
 
@@ -218,7 +219,7 @@ def parse_options():
     parser.add_argument("--build", required=True, help="build folder with kvonce and kvonce_peers_read")
     parser.add_argument("--work", default=str(pathlib.Path.home() / ".cache/kvonce-peers"), help="setup.sh's folder")
     parser.add_argument("--dtype", choices=list(MAX_ERROR), default="f16")
-    parser.add_argument("--arms", help="peers beside kvonce and read, of " + ",".join(MODULES) + "; all that are set up")
+    parser.add_argument("--arms", help=f"peers beside kvonce and read, of {','.join(MODULES)}; all that are set up")
     parser.add_argument("--cases", default=str(HERE.parent / "cases" / "seed.txt"), help="file of case strings")
     parser.add_argument("--case", action="append", help="one case string, may be repeated; instead of --cases")
     parser.add_argument("--threads", type=int, default=2)

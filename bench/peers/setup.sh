@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: bench/peers/setup.sh [--work DIR] [--build DIR] [--jobs N] [PEER...]
+usage: bench/peers/setup.sh [--work DIR] [--build DIR] [--jobs N] [--ik-... VALUE] [PEER...]
 
 PEER: kvonce torch onnxruntime openvino llama.cpp ik_llama.cpp; without one, all but ik_llama.cpp.
 
@@ -66,7 +66,8 @@ build_kvonce() {
   cmake --build "$build" -j "$jobs" --target kvonce kvonce_peers_read >>"$work/kvonce.log"
 }
 
-# The source distribution carries llama.cpp; only ggml's folder of it is unpacked and built, with -march=native and OpenMP.
+# The source distribution carries llama.cpp; only ggml's folder of it is unpacked and built, with -march=native and
+# OpenMP.
 build_llama_cpp() {
   rm -rf "$work/llama.cpp"
   mkdir -p "$work/llama.cpp"

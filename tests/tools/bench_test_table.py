@@ -21,7 +21,8 @@ def rows(num_q_heads, num_kv_heads, **us_of_arm):
 
 
 def table(*cases):
-    result = {"device": {"name": "cpu", "cpu_target": "avx2", "threads": 2}, "rows": [row for case in cases for row in case]}
+    device = {"name": "cpu", "cpu_target": "avx2", "threads": 2}
+    result = {"device": device, "rows": [row for case in cases for row in case]}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "peers.json"
         path.write_text(json.dumps(result), encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The peers: one module each, every module with the functions `check_installed(options, peer)`, which raises ImportError
-or OSError, and `arms(problem, options, peer)`; `peer` is the name of the command line.
+"""The peers: one module each, every module with the functions `check_installed(options, peer)`, which raises
+ImportError or OSError, and `arms(problem, options, peer)`; `peer` is the name of the command line.
 
 An arm is an `Arm`; `prepare(kv_set)` does once for every set of buffers what a peer needs (wrapping pointers, binding),
 `run(prepared)` is the one timed call and `result(prepared)` gives the output of the latest one.

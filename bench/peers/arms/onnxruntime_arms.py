@@ -14,7 +14,8 @@ def model(problem):
     hidden, hidden_kv = problem.num_q_heads * problem.head_dim, problem.num_kv_heads * problem.head_dim
     cache = [1, problem.num_kv_heads, problem.kv_len, problem.head_dim]
     node = helper.make_node(
-        "GroupQueryAttention", ["q", "k", "v", "past_k", "past_v", "seqlens_k", "total"], ["out", "present_k", "present_v"],
+        "GroupQueryAttention", ["q", "k", "v", "past_k", "past_v", "seqlens_k", "total"],
+        ["out", "present_k", "present_v"],
         domain="com.microsoft", num_heads=problem.num_q_heads, kv_num_heads=problem.num_kv_heads)
     inputs = [("q", dtype, [1, 1, hidden]), ("k", dtype, [1, 1, hidden_kv]), ("v", dtype, [1, 1, hidden_kv]),
               ("past_k", dtype, cache), ("past_v", dtype, cache), ("seqlens_k", TensorProto.INT32, [1]),

@@ -1,7 +1,8 @@
 """OpenVINO's stateful ScaledDotProductAttention on the CPU plugin, the form its exported language models have.
 
-The cache is a state of an inference request in the plugin's own layout, so every set of buffers is copied into a request
-of its own. A step appends its token: the cache of a set grows by one token a call, which adds less than 1 % to the bytes.
+The cache is a state of an inference request in the plugin's own layout, so every set of buffers is copied into a
+request of its own. A step appends its token: the cache of a set grows by one token a call, which adds less than 1 % to
+the bytes.
 """
 import numpy as np
 import openvino as ov
