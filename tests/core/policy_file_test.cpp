@@ -294,6 +294,7 @@ TEST_F(PolicyEnvironmentTest, ThreadsMayAskFirstTogether) {
   const std::string text = in_child(path_.c_str(), [] {
     std::vector<std::string> got(8);
     std::vector<std::thread> threads;
+    threads.reserve(got.size());
     for (std::string& one : got) threads.emplace_back([&one] { one = planned_chunk(); });
     for (std::thread& thread : threads) thread.join();
     std::string all;
