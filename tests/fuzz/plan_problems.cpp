@@ -126,10 +126,10 @@ void spoil(Choices& choices, Problem& p) {
 PlanOptions random_options(Choices& choices) {
   PlanOptions options;
   if (choices.below(3) != 0) return options;
-  std::int64_t* const numbers[] = {&options.chunk_tokens,           &options.policy.row_tile,
-                                   &options.policy.rows_per_worker, &options.policy.chunk_tokens,
-                                   &options.policy.step_tokens,     &options.policy.prefetch_tokens,
-                                   &options.policy.prefetch_lines,  &options.policy.pair_dot};
+  std::int64_t* const numbers[] = {
+      &options.chunk_tokens,          &options.policy.row_tile,    &options.policy.rows_per_worker,
+      &options.policy.chunk_tokens,   &options.policy.step_tokens, &options.policy.prefetch_tokens,
+      &options.policy.prefetch_lines, &options.policy.pair_dot,    &options.policy.worker_bytes};
   for (std::int64_t* number : numbers) {
     if (choices.below(4) == 0) *number = choices.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16, 32, 64, 128, 4096});
     if (choices.below(24) == 0) *number = choices.pick(kOdd);

@@ -213,43 +213,6 @@ class ExplainTest(CommandTest):
 
         self.assertEqual(without_measurement(result.stdout), without_measurement(again.stdout))
 
-    def explain_policy(self, *arguments, **environment):
-        """The policy line of `kvonce explain` as a dict, and the whole text."""
-        result = kvonce("explain", "32q/4kv d128 kv=32768 dtype=bf16", "--target", "portable", *arguments, **environment)
-        self.assertEqual(result.returncode, OK, result.stderr)
-        line = next(line for line in result.stdout.splitlines() if line.startswith("policy "))
-        return dict(item.split("=") for item in line.split()[1].split(",")), result.stdout
-
-    def test_policy_from_text_from_a_file_and_from_the_environment(self):
-        policy = self.folder / "policy"
-        policy.write_text("kvonce.policy/1\n# two rows\nk=f16: row_tile=1\nk=bf16 rows=8: row_tile=2,chunk_tokens=640\n")
-        for arguments, environment in ((["--policy", "row_tile=2,chunk_tokens=640"], {}), (["--policy", policy], {}),
-                                       (["--policy", f"@{policy}"], {}), ([], {"KVONCE_POLICY": str(policy)})):
-            chosen, text = self.explain_policy(*arguments, **environment)
-            self.assertEqual((chosen["row_tile"], chosen["chunk_tokens"]), ("2", "640"))
-            self.assertIn("_d128x128_r2", text)
-            self.assertEqual(f"{policy}:4: row_tile, chunk_tokens" in text, arguments[1:] != ["row_tile=2,chunk_tokens=640"])
-        chosen, text = self.explain_policy("--policy", "row_tile=3", KVONCE_POLICY=str(policy))
-        self.assertEqual((chosen["row_tile"], chosen["chunk_tokens"]), ("3", "640"))
-        self.assertIn("the caller: row_tile;", text)
-        other = self.folder / "other"
-        other.write_text("kvonce.policy/1\n")
-        chosen, text = self.explain_policy("--policy", other, KVONCE_POLICY=str(policy))
-        self.assertNotEqual(chosen["chunk_tokens"], "640")
-        self.assertIn(f"no rule of {other} applies", text)
-
-    def test_bad_policy_files_name_file_and_line(self):
-        policy = self.folder / "policy"
-        policy.write_text("kvonce.policy/1\nk=f17: row_tile=2\n")
-        case = "32q/4kv d128 kv=8"
-        self.assert_error(kvonce("explain", case, "--policy", policy), BAD_USAGE, "--policy", f"{policy}:2", "k=f17", "q8_0")
-        self.assert_error(kvonce("explain", case, KVONCE_POLICY=str(policy)), BAD_USAGE, "KVONCE_POLICY", f"{policy}:2")
-        self.assert_error(kvonce("explain", case, "--policy", f"{policy}="), BAD_USAGE, "--policy")
-        self.assert_error(kvonce("check", "--quick", "--policy", policy), BAD_USAGE, "--policy", f"{policy}:2")
-        self.assert_error(kvonce("check", "--quick", "--policy", "row_tile=4"), BAD_USAGE, "--policy", "row_tile=4")
-        policy.write_text("kvonce.policy/1\nany: row_tile=100\n")
-        self.assert_error(kvonce("explain", case, "--policy", policy), BAD_USAGE, f"{policy}:2", "row_tile", "100")
-
     def test_errors_name_the_token_or_field(self):
         self.assert_error(kvonce("explain"), BAD_USAGE, "case")
         self.assert_error(kvonce("explain", "32q/4kv d128 kv=x"), BAD_USAGE, "kv=x")

@@ -1,4 +1,4 @@
-"""kvonce tune from outside: the table, the file it writes, what loads it, and every refusal.
+"""kvonce tune and policy files from outside: the table, the file it writes, what loads it, and every refusal.
 
 Usage: tune_test.py KVONCE [unittest arguments]
 """
@@ -96,6 +96,56 @@ class TuneTest(unittest.TestCase):
             self.assertEqual(result.returncode, 2, arguments)
             self.assertIn(named, result.stderr)
             self.assertEqual(result.stderr.count("\n"), 1)
+
+
+class PolicyFileTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+
+    def assert_error(self, result, exit_code, *parts):
+        self.assertEqual(result.returncode, exit_code, result.stderr)
+        self.assertEqual(result.stderr.count("\n"), 1, result.stderr)
+        for part in parts:
+            self.assertIn(part, result.stderr)
+
+    def explain_policy(self, *arguments, **environment):
+        """The policy line of `kvonce explain` as a dict, and the whole text."""
+        result = kvonce("explain", "32q/4kv d128 kv=32768 dtype=bf16", "--target", "portable", *arguments, **environment)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        line = next(line for line in result.stdout.splitlines() if line.startswith("policy "))
+        return dict(item.split("=") for item in line.split()[1].split(",")), result.stdout
+
+    def test_policy_from_text_from_a_file_and_from_the_environment(self):
+        policy = self.root / "policy"
+        policy.write_text("kvonce.policy/1\n# two rows\nk=f16: row_tile=1\nk=bf16 rows=8: row_tile=2,chunk_tokens=640\n")
+        for arguments, environment in ((["--policy", "row_tile=2,chunk_tokens=640"], {}), (["--policy", policy], {}),
+                                       (["--policy", f"@{policy}"], {}), ([], {"KVONCE_POLICY": str(policy)})):
+            chosen, text = self.explain_policy(*arguments, **environment)
+            self.assertEqual((chosen["row_tile"], chosen["chunk_tokens"]), ("2", "640"))
+            self.assertIn("_d128x128_r2", text)
+            self.assertEqual(f"{policy}:4: row_tile, chunk_tokens" in text, arguments[1:] != ["row_tile=2,chunk_tokens=640"])
+        chosen, text = self.explain_policy("--policy", "row_tile=3", KVONCE_POLICY=str(policy))
+        self.assertEqual((chosen["row_tile"], chosen["chunk_tokens"]), ("3", "640"))
+        self.assertIn("the caller: row_tile;", text)
+        other = self.root / "other"
+        other.write_text("kvonce.policy/1\n")
+        chosen, text = self.explain_policy("--policy", other, KVONCE_POLICY=str(policy))
+        self.assertNotEqual(chosen["chunk_tokens"], "640")
+        self.assertIn(f"no rule of {other} applies", text)
+
+    def test_bad_policy_files_name_file_and_line(self):
+        policy = self.root / "policy"
+        policy.write_text("kvonce.policy/1\nk=f17: row_tile=2\n")
+        case = "32q/4kv d128 kv=8"
+        self.assert_error(kvonce("explain", case, "--policy", policy), 2, "--policy", f"{policy}:2", "k=f17", "q8_0")
+        self.assert_error(kvonce("explain", case, KVONCE_POLICY=str(policy)), 2, "KVONCE_POLICY", f"{policy}:2")
+        self.assert_error(kvonce("explain", case, "--policy", f"{policy}="), 2, "--policy")
+        self.assert_error(kvonce("check", "--quick", "--policy", policy), 2, "--policy", f"{policy}:2")
+        self.assert_error(kvonce("check", "--quick", "--policy", "row_tile=4"), 2, "--policy", "row_tile=4")
+        policy.write_text("kvonce.policy/1\nany: row_tile=100\n")
+        self.assert_error(kvonce("explain", case, "--policy", policy), 2, f"{policy}:2", "row_tile", "100")
 
 
 if __name__ == "__main__":
