@@ -223,6 +223,23 @@ TEST(BenchArmsTest, AWrongResultExceedsTheAllowedError) {
   }
 }
 
+TEST(BenchArmsTest, TokensBeforeHeadsAreReadByTheirStrides) {
+  BenchBuffer buffer;
+  CaseData heads_first = lay_out_case(small_problem(4, 2, 64, 48, 300, 1, KvFormat::f16), 0);
+  buffer.prepare(heads_first.set_bytes, KvFormat::f16, bench::Team{1});
+  place_case(heads_first, buffer);
+  CaseData tokens_first = heads_first;
+  tokens_first.tokens_first = true;
+  place_case(tokens_first, buffer);
+  EXPECT_NE(heads_first.oracle_rows[0].out, tokens_first.oracle_rows[0].out);
+  const bench::TargetKernels& kernels = bench::target_kernels("portable");
+  for (const char* const name : {"kvonce", "per_head"}) {
+    const Arm arm = make_arm(name, tokens_first, cpu_device("portable", 1), {}, kernels, kernels.read_loops[0]);
+    arm.run(0);
+    EXPECT_LE(arm.error().value_or(1.0), arm.max_error) << name;
+  }
+}
+
 TEST(BenchArmsTest, SetsCoverTheRotationAndAreOddInNumber) {
   const Problem problem = small_problem(32, 4, 128, 128, 2048, 1, KvFormat::f16);
   const CaseData data = lay_out_case(problem, std::int64_t{512} << 20);

@@ -46,8 +46,9 @@ TEST(CaseStringTest, TakesTokensInAnyOrderAndAnySpaces) {
 }
 
 TEST(CaseStringTest, PrintsWhatItReads) {
-  for (const char* text : {"32q/4kv d128 kv=32768 q=1 seqs=1", "32q/4kv d192x128 kv=1 q=64 seqs=5 dtype=q8_0",
-                           "1q/1kv d1 kv=2147483647 q=0 seqs=0 dtype=f32 causal=0"}) {
+  for (const char* text :
+       {"32q/4kv d128 kv=32768 q=1 seqs=1", "32q/4kv d192x128 kv=1 q=64 seqs=5 dtype=q8_0",
+        "1q/1kv d1 kv=2147483647 q=0 seqs=0 dtype=f32 causal=0", "8q/2kv d64 kv=9 q=1 seqs=1 layout=nhd"}) {
     EXPECT_EQ(to_string(parse_case(text)), text);
   }
 }
@@ -81,6 +82,7 @@ TEST(CaseStringTest, RefusesWrongTokensByName) {
                {"32q/4kv d0 kv=8", "'d0'"},
                {"32q/4kv d128 kv=8 dtype=f17", "'dtype=f17'"},
                {"32q/4kv d128 kv=8 causal=2", "'causal=2'"},
+               {"32q/4kv d128 kv=8 layout=dhn", "'layout=dhn'"},
                {"32q/4kv d128 kv=8 page=16", "'page=16'"},
                {"32q/4kv d128 kv=8 hello", "'hello'"},
                {"32q/4kv d128 kv=+8", "'kv=+8'"},

@@ -171,6 +171,12 @@ Inputs CaseData::inputs(std::int64_t set) const {
   inputs.q = packed_view(q.data(), problem.num_q_heads, problem.q_len, problem.head_dim_qk);
   inputs.k = packed_view(k, problem.num_kv_heads, problem.max_kv_len, problem.head_dim_qk);
   inputs.v = packed_view(k + k_bytes, problem.num_kv_heads, problem.max_kv_len, problem.dim_v());
+  if (tokens_first) {
+    inputs.k.head_stride = problem.head_dim_qk;
+    inputs.k.token_stride = problem.num_kv_heads * problem.head_dim_qk;
+    inputs.v.head_stride = problem.dim_v();
+    inputs.v.token_stride = problem.num_kv_heads * problem.dim_v();
+  }
   return inputs;
 }
 

@@ -30,6 +30,7 @@ struct OracleRow {
 /// A case laid out in the buffer: num_sets copies of K and V, packed [num_seqs, num_kv_heads, kv_len, head_dim] each.
 struct CaseData {
   Problem problem;
+  bool tokens_first = false;  // K and V as [num_seqs, kv_len, num_kv_heads, head_dim]
   std::int64_t k_bytes = 0;
   std::int64_t v_bytes = 0;
   std::int64_t set_bytes = 0;  // from one set to the next

@@ -84,6 +84,7 @@ class Bench {
     std::int64_t buffer_bytes = 0;
     for (const CaseSpec& spec : settings_.cases) {
       cases.push_back(lay_out_case(timed_problem(spec, settings_.dtype), rotation_bytes(settings_.device)));
+      cases.back().tokens_first = spec.tokens_first;
       buffer_bytes = std::max(buffer_bytes, cases.back().num_sets * cases.back().set_bytes);
       // Refuses what cannot run before anything is timed.
       if (uses("kvonce")) (void)make_plan(cases.back().problem, settings_.device, settings_.plan);

@@ -14,7 +14,7 @@ namespace {
 constexpr std::array kFormats = {KvFormat::f32,      KvFormat::f16,      KvFormat::bf16, KvFormat::f8_e4m3,
                                  KvFormat::mlx_int8, KvFormat::mlx_int4, KvFormat::q8_0, KvFormat::q4_0};
 
-constexpr std::string_view kGrammar = "32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1]";
+constexpr std::string_view kGrammar = "32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd]";
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorCode::InvalidArgument, fmt::format("case: {}", message));
@@ -74,7 +74,16 @@ KvFormat parse_dtype(std::string_view token, std::string_view value) {
 }
 
 // Each kind of token, as a bit of the set of those already seen.
-enum TokenKind : unsigned { kHeads = 1, kDims = 2, kKvLen = 4, kQLen = 8, kSeqs = 16, kDtype = 32, kCausal = 64 };
+enum TokenKind : unsigned {
+  kHeads = 1,
+  kDims = 2,
+  kKvLen = 4,
+  kQLen = 8,
+  kSeqs = 16,
+  kDtype = 32,
+  kCausal = 64,
+  kLayout = 128
+};
 
 TokenKind parse_token(CaseSpec& spec, std::string_view token) {
   if (token.find('/') != std::string_view::npos) {
@@ -108,6 +117,14 @@ TokenKind parse_token(CaseSpec& spec, std::string_view token) {
   if (key == "causal") {
     spec.causal = parse_flag(token, value);
     return kCausal;
+  }
+  if (key == "layout") {
+    if (value != "hnd" && value != "nhd") {
+      refuse(
+          fmt::format("token {} must be hnd (heads, tokens, dims) or nhd, got {}", in_quotes(token), in_quotes(value)));
+    }
+    spec.tokens_first = value == "nhd";
+    return kLayout;
   }
   refuse(fmt::format("unknown token {}; allowed: {}", in_quotes(token), kGrammar));
 }
@@ -151,6 +168,7 @@ std::string to_string(const CaseSpec& spec) {
   text += fmt::format(" kv={} q={} seqs={}", spec.kv_len, spec.q_len, spec.num_seqs);
   if (spec.dtype) text += fmt::format(" dtype={}", kvonce::to_string(*spec.dtype));
   if (!spec.causal) text += " causal=0";
+  if (spec.tokens_first) text += " layout=nhd";
   return text;
 }
 
