@@ -193,7 +193,9 @@ TEST_P(EdgeTest, OffsetsBeyond32Bits) {
       outputs.out_head_stride = dim;
       outputs.out_token_stride = dim;
 
-      const Plan plan = make_plan(p, device());
+      PlanOptions options;
+      options.policy.step_tokens = 16;  // steps that begin past 2^31 elements: 40 tokens are one step else
+      const Plan plan = make_plan(p, device(), options);
       std::vector<unsigned char> workspace(plan.workspace_bytes());
       attend(plan, inputs, outputs, workspace.data(), workspace.size());
       const auto oracle = core::reference_attend(plan.problem(), inputs);

@@ -24,8 +24,9 @@ struct Result {
 
 // q = 0, so every visible key has the logit 0; V = 1.
 Result attend_with_sinks(const Device& device, std::int64_t q_len, std::int64_t kv_len, std::int64_t chunk_tokens,
-                         const std::vector<float>& sinks) {
+                         const std::vector<float>& sinks, std::int64_t window = 0) {
   Problem problem;
+  problem.window = window;
   problem.q_len = q_len;
   problem.num_q_heads = kHeads;
   problem.num_kv_heads = kKvHeads;
@@ -87,6 +88,23 @@ TEST(SinksTest, EachHeadsSinkTakesItsShareOnceHoweverTheTokensAreSplit) {
             ASSERT_NEAR(result.lse[row], std::log(total), 2e-6) << "head " << head << " token " << token;
           }
         }
+      }
+    }
+  }
+}
+
+TEST(SinksTest, ChunksOutsideTheWindowAddNothingToASink) {
+  std::vector<float> sinks;
+  for (std::int64_t head = 0; head < kHeads; ++head) sinks.push_back(std::log(static_cast<float>(head + 1)));
+  constexpr std::int64_t kWindow = 20;
+  for (const Device& device : usable_targets()) {
+    for (const std::int64_t num_chunks : {2, 4, 8}) {
+      const Result result = attend_with_sinks(device, 3, 256, 256 / num_chunks, sinks, kWindow);
+      for (std::int64_t row = 0; row < kHeads * 3; ++row) {
+        const double total = static_cast<double>(kWindow + row / 3 + 1);
+        const auto i = static_cast<std::size_t>(row);
+        ASSERT_NEAR(result.out[i * kDim], kWindow / total, 2e-6) << device.target << ", " << num_chunks << " chunks";
+        ASSERT_NEAR(result.lse[i], std::log(total), 2e-6) << device.target << ", " << num_chunks << " chunks";
       }
     }
   }
