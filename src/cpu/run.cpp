@@ -34,6 +34,7 @@ class Call {
     partial_lse_ = reinterpret_cast<float*>(base + w.partial_lse);
     partial_o_ = reinterpret_cast<float*>(base + w.partial_o);
     scratch_ = base + w.scratch;
+    heads_inside_ = in.k.head_stride < in.k.token_stride;
     number_items();
   }
 
@@ -44,6 +45,9 @@ class Call {
 
   /// Draws runs of neighbouring items until none is left. A run's first rows come cold from memory, the later chunks'
   /// rows were prefetched by the chunk before them, so runs are long at first and shrink to balance the end.
+  /// Neighbours are chunks of one stream; where tokens stand before heads they are the heads of one chunk, because the
+  /// processor's own prefetcher brings the next head's rows along (Ice Lake, 2 threads, f16, 4 KV heads, share of a
+  /// plain read at 4 and 8 rows: 0.49 0.37 by stream, 0.57 0.41 by chunk).
   void work(int slot) {
     std::int64_t begin = next_item_.load(std::memory_order_relaxed);
     while (begin < num_items()) {
@@ -111,8 +115,10 @@ class Call {
     const std::int64_t seq = next - item_starts_ - 1;
     const std::int64_t num_chunks = (item_starts_[seq + 1] - item_starts_[seq]) / (p_.num_kv_heads * data_.row_blocks);
     const std::int64_t within = number - item_starts_[seq];
-    const std::int64_t stream = within / num_chunks;
-    return {seq, stream / data_.row_blocks, stream % data_.row_blocks, within % num_chunks, num_chunks};
+    const std::int64_t streams = p_.num_kv_heads * data_.row_blocks;
+    const std::int64_t stream = heads_inside_ ? within % streams : within / num_chunks;
+    const std::int64_t chunk = heads_inside_ ? within / streams : within % num_chunks;
+    return {seq, stream / data_.row_blocks, stream % data_.row_blocks, chunk, num_chunks};
   }
 
   void run_item(std::int64_t number, int slot) {
@@ -209,6 +215,7 @@ class Call {
   float* partial_lse_;
   float* partial_o_;
   char* scratch_;
+  bool heads_inside_;  // tokens before heads in memory: a chunk's heads run one after the other
   std::int64_t kv_bytes_ = 0;
   std::atomic<std::int64_t> next_item_{0};
 };
