@@ -28,7 +28,7 @@ struct WorkspaceLayout {
 struct PlanData {
   Problem problem;  // head_dim_v and scale resolved
   Device device;
-  Policy policy;  // every field decided
+  Policy policy;              // every field decided
   std::string policy_origin;  // which fields came from where, for explain(); empty: no policy file was in use
   const BackendTable* backend = nullptr;
   std::string kernel_id;

@@ -178,7 +178,7 @@ void Pool::reserve(int num_workers) noexcept {
     static std::atomic<bool> has_fork_handler{false};
     if (!has_fork_handler.load()) has_fork_handler.store(pthread_atfork(nullptr, nullptr, &after_fork_in_child) == 0);
     asked_threads_.store(std::max(wanted, asked_threads_.load(std::memory_order_relaxed)), std::memory_order_relaxed);
-    owner_pid_ = getpid();
+    owner_pid_.store(getpid(), std::memory_order_relaxed);
     spin_.store(wanted < usable_cpus(), std::memory_order_relaxed);
     // The host's signals are for the host's threads.
     sigset_t all;
@@ -195,7 +195,7 @@ void Pool::reserve(int num_workers) noexcept {
 }
 
 void Pool::stop() noexcept {
-  if (num_threads() != 0 && owner_pid_ != getpid()) forget_threads();
+  if (num_threads() != 0 && owner_pid_.load(std::memory_order_relaxed) != getpid()) forget_threads();
   lock_growth();
   stop_.store(true);
   wake_epoch_.fetch_add(1);

@@ -75,7 +75,7 @@ class Pool {
   std::atomic<bool> growing_{false};           // guards threads_, owner_pid_ and increases of num_threads_
   std::atomic<int> num_threads_{0};
   std::atomic<int> asked_threads_{0};  // the most that reserve() has tried for; run() asks only for more than that
-  pid_t owner_pid_ = 0;                // the process in which threads_ were created
+  std::atomic<pid_t> owner_pid_{0};    // the process in which threads_ were created
   pthread_t threads_[kMaxWorkers - 1] = {};
 };
 

@@ -41,6 +41,7 @@ TEST(PoolForkTest, AForkedChildStartsAPoolOfItsOwnAndTheParentGoesOn) {
 
 TEST(PoolForkTest, ForkWhileAnotherThreadRunsJobsIsSafe) {
   if (KVONCE_TEST_ASAN) GTEST_SKIP() << "a fork may find AddressSanitizer's own locks held; other builds run this";
+  if (KVONCE_TEST_TSAN) GTEST_SKIP() << "a fork may find ThreadSanitizer's own locks held; other builds run this";
   Pool& pool = Pool::shared();
   std::atomic<bool> stop{false};
   std::thread runner([&] {

@@ -162,7 +162,8 @@ void add_explain_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
   command->footer(
       "Example:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n\n"
-      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd]; d192x128 when K and V differ.");
+      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd]; d192x128 when K and V "
+      "differ.");
   command->add_option("case,--case", options->case_text, "The case string")->required();
   command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
   command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
