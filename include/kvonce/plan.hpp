@@ -44,14 +44,15 @@ KVONCE_API Device cpu_device(std::string_view target, int num_threads = 0);
 
 /// The tunables, chosen by a pure function of problem and device; 0 means "choose".
 struct Policy {
-  std::int64_t row_tile = 0;          // rows kept in registers, 1..8 on the CPU
-  std::int64_t rows_per_worker = 0;   // rows that share one pass over a token chunk
-  std::int64_t chunk_tokens = 0;      // tokens per chunk: fixes the split, whatever the number of threads
-  std::int64_t step_tokens = 0;       // tokens between two softmax updates
-  std::int64_t prefetch_tokens = -1;  // how far ahead of use K and V are prefetched; -1: choose, 0: not at all
-  std::int64_t prefetch_lines =
-      0;                       // one prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour
-  std::int64_t pair_dot = -1;  // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
+  std::int64_t row_tile = 0;         // rows kept in registers, 1..8 on the CPU
+  std::int64_t rows_per_worker = 0;  // rows that share one pass over a token chunk
+  std::int64_t chunk_tokens = 0;     // tokens per chunk: fixes the split, whatever the number of threads
+  std::int64_t step_tokens = 0;      // tokens between two softmax updates
+  /// How far ahead of use K is prefetched, V a step less; -1: choose, 0: neither.
+  std::int64_t prefetch_tokens = -1;
+  /// One prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour. Rows with gaps between them take 1.
+  std::int64_t prefetch_lines = 0;
+  std::int64_t pair_dot = -1;     // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
   std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
 };
 

@@ -166,9 +166,9 @@ class ChunkRunner {
             stride_bytes == row_bytes ? task_.prefetch_lines : 1};  // a gap's line is nobody's neighbour
   }
   /// A step's values are fetched while its keys are scored, and the next step's keys while the values are added up, so that
-  /// little passes through the cache between the request and the use. Against keys and values each one whole step ahead, share
-  /// of a plain read at 1, 4 and 8 rows, bf16 d128, 2 threads: Ice Lake 0.88 0.80 0.61 to 0.90 0.83 0.64, Sapphire Rapids
-  /// 0.86 0.82 0.74 to 0.90 0.83 0.74.
+  /// little passes through the cache between the request and the use. Against keys and values each one whole step
+  /// ahead, share of a plain read at 1, 4 and 8 rows, bf16 d128 (docs/kernel-cpu.md says how): Ice Lake, 1 thread,
+  /// 0.88 0.80 0.61 to 0.90 0.83 0.64, Sapphire Rapids, 2 threads, 0.86 0.82 0.74 to 0.90 0.83 0.74.
   [[nodiscard]] StepPrefetcher<S> values_ahead(int i, std::int64_t token) const {
     if (task_.v == task_.k) return {};  // V that is a view of K was fetched with K
     const std::int64_t lead = task_.prefetch_tokens - task_.step_tokens;

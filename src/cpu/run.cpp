@@ -47,7 +47,7 @@ class Call {
   /// rows were prefetched by the chunk before them, so runs are long at first and shrink to balance the end.
   /// Neighbours are chunks of one stream; where tokens stand before heads they are the heads of one chunk, because the
   /// processor's own prefetcher brings the next head's rows along (Ice Lake, 2 threads, f16, 4 KV heads, share of a
-  /// plain read at 4 and 8 rows: 0.49 0.37 by stream, 0.57 0.41 by chunk).
+  /// plain read at 4 and 8 rows: 0.49 0.37 by stream, 0.57 0.40 by chunk; docs/kernel-cpu.md).
   void work(int slot) {
     std::int64_t begin = next_item_.load(std::memory_order_relaxed);
     while (begin < num_items()) {

@@ -80,12 +80,12 @@ TEST(TuneSearchTest, CandidatesChangeOneTunableAndArePossible) {
 
 TEST(TuneSearchTest, APoorStartIsFoundAndWritten) {
   TuneSettings settings;
-  settings.cases = {parse_case("8q/1kv d64 kv=2048"), parse_case("8q/1kv d64 kv=1024")};
+  settings.cases = {parse_case("64q/1kv d64x1024 kv=512"), parse_case("64q/1kv d64x1024 kv=256")};
   settings.dtypes = {KvFormat::f32};
   settings.device = default_device();
   settings.device.num_threads = 1;
   settings.seconds = 0.6;
-  settings.start.chunk_tokens = 16;  // a partial of 8 rows per 16 keys: joining them takes as long as the keys
+  settings.start.chunk_tokens = 16;  // 256 KB of partials per 68 KB of K and V: joining them is most of the work
   const std::vector<TuneOutcome> outcomes = tune(settings);
   ASSERT_EQ(outcomes.size(), 1U);
   const TuneOutcome& outcome = outcomes.front();

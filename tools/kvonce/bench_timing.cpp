@@ -13,17 +13,6 @@ namespace {
 constexpr std::int64_t kMinRotationBytes = std::int64_t{512} * 1024 * 1024;
 constexpr std::int64_t kCachesRotated = 4;
 
-DType q_dtype_of(KvFormat format) {
-  switch (format) {
-    case KvFormat::f32:
-      return DType::f32;
-    case KvFormat::bf16:
-      return DType::bf16;
-    default:
-      return DType::f16;
-  }
-}
-
 }  // namespace
 
 double now_us() {
@@ -42,7 +31,7 @@ std::int64_t rotation_bytes(const Device& device) {
 }
 
 Problem timed_problem(const CaseSpec& spec, KvFormat dtype) {
-  Problem problem = to_problem(spec, dtype, q_dtype_of(spec.dtype.value_or(dtype)));
+  Problem problem = to_problem(spec, dtype, default_q_dtype(spec.dtype.value_or(dtype)));
   problem.out_dtype = DType::f32;
   problem = core::validate(problem);
   if (problem.max_kv_len < 1 || problem.num_seqs < 1 || problem.q_len < 1) {

@@ -172,6 +172,17 @@ std::string to_string(const CaseSpec& spec) {
   return text;
 }
 
+DType default_q_dtype(KvFormat format) {
+  switch (format) {
+    case KvFormat::f32:
+      return DType::f32;
+    case KvFormat::bf16:
+      return DType::bf16;
+    default:
+      return DType::f16;
+  }
+}
+
 Problem to_problem(const CaseSpec& spec, KvFormat default_format, DType q_dtype) {
   Problem problem;
   problem.num_seqs = spec.num_seqs;

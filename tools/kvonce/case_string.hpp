@@ -34,6 +34,9 @@ CaseSpec parse_case(std::string_view text);
 /// The canonical form: every numeric token, dtype= when set, causal= only when 0, layout= only when nhd. parse_case(to_string(c)) == c.
 std::string to_string(const CaseSpec& spec);
 
+/// The type of q and out beside K and V of `format` where nothing names it: theirs, or f16 beside quantised ones.
+DType default_q_dtype(KvFormat format);
+
 /// The Problem of a case, with K and V stored as `spec.dtype` or else `default_format`, q and out in `q_dtype`.
 Problem to_problem(const CaseSpec& spec, KvFormat default_format, DType q_dtype);
 

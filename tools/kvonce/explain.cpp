@@ -16,18 +16,6 @@
 namespace kvonce::tool {
 namespace {
 
-// q and out as K and V are stored, or f16 beside quantised ones.
-DType default_q_dtype(KvFormat format) {
-  switch (format) {
-    case KvFormat::f32:
-      return DType::f32;
-    case KvFormat::bf16:
-      return DType::bf16;
-    default:
-      return DType::f16;
-  }
-}
-
 DType plain_dtype(const std::string& name) {
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     if (to_string(dtype) == name) return dtype;

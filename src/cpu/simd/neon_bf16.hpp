@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cpu/simd/store_lanes.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
 #include "shared/numeric.h"

@@ -164,11 +164,7 @@ struct Simd {
     }
     float lanes[width];
     store(lanes, v);
-    for (std::int64_t i = 0; i < count; ++i) {
-      if constexpr (dtype == DType::f32) static_cast<float*>(p)[i] = lanes[i];
-      if constexpr (dtype == DType::f16) static_cast<std::uint16_t*>(p)[i] = shared::f32_to_f16(lanes[i]);
-      if constexpr (dtype == DType::bf16) static_cast<std::uint16_t*>(p)[i] = shared::f32_to_bf16(lanes[i]);
-    }
+    store_lanes<dtype>(p, lanes, count);
   }
 };
 

@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/simd/store_lanes.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
 #include "shared/numeric.h"
@@ -113,11 +114,7 @@ struct Simd {
 
   template <DType dtype>
   static void store_as(void* p, Vec v, std::int64_t count) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      if constexpr (dtype == DType::f32) static_cast<float*>(p)[i] = v[i];
-      if constexpr (dtype == DType::f16) static_cast<std::uint16_t*>(p)[i] = shared::f32_to_f16(v[i]);
-      if constexpr (dtype == DType::bf16) static_cast<std::uint16_t*>(p)[i] = shared::f32_to_bf16(v[i]);
-    }
+    store_lanes<dtype>(p, v, count);
   }
 };
 
