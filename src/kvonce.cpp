@@ -3,6 +3,7 @@
 
 #include "core/backend.hpp"
 #include "cpu/backend.hpp"
+#include "cuda/backend.hpp"
 
 namespace kvonce {
 namespace {
@@ -14,25 +15,19 @@ std::vector<Device> missing_device(Backend backend, const char* reason) {
   return {device};
 }
 
-constexpr const char* kNoCuda = "backend cuda: not in this build of kvonce; use backend cpu";
 constexpr const char* kNoMetal = "backend metal: not in this build of kvonce; use backend cpu";
 
 void attend_nowhere(const core::PlanData&, const Inputs&, const Outputs&, void*, const Context&) {
   throw Error(ErrorCode::Internal, "attend: the plan names a backend that is not in this build");
 }
 
-const core::BackendTable kCudaStub = {
-    Backend::cuda,
-    [] { return missing_device(Backend::cuda, kNoCuda); },
-    [](core::PlanData&, const PlanOptions&) { throw Error(ErrorCode::Unavailable, kNoCuda); },
-    attend_nowhere,
-};
-
 const core::BackendTable kMetalStub = {
     Backend::metal,
     [] { return missing_device(Backend::metal, kNoMetal); },
     [](core::PlanData&, const PlanOptions&) { throw Error(ErrorCode::Unavailable, kNoMetal); },
     attend_nowhere,
+    nullptr,
+    nullptr,
 };
 
 }  // namespace
@@ -42,7 +37,7 @@ const core::BackendTable& core::backend_table(Backend backend) {
     case Backend::cpu:
       return cpu::backend();
     case Backend::cuda:
-      return kCudaStub;
+      return cuda::backend();
     case Backend::metal:
       return kMetalStub;
   }
@@ -59,6 +54,7 @@ std::vector<Device> devices() {
 }
 
 Device default_device() { return cpu::default_device(); }
+Device cuda_device(int ordinal) { return cuda::device(ordinal); }
 Device cpu_device(std::string_view target, int num_threads) { return cpu::device(target, num_threads); }
 
 }  // namespace kvonce

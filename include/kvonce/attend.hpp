@@ -84,7 +84,20 @@ struct Context {
   void* cuda_stream = nullptr;         // cudaStream_t of the CUDA backend
 };
 
-/// Runs the plan. Allocates nothing. `workspace` is at least plan.workspace_bytes() long, at any alignment, and may be
+/// CUDA: makes a workspace ready for any number of calls of this plan, one after the other; enqueued on the context's
+/// stream, once, before the first. Needed again after a call that did not finish. attend() with a workspace that nobody
+/// prepared gives NaN. Other backends need nothing: there it only checks its arguments. Errors as attend().
+KVONCE_API void prepare_workspace(const Plan& plan, void* workspace, std::size_t workspace_bytes,
+                                  const Context& context = {});
+
+/// CUDA: waits for the context's stream and throws Error{InvalidArgument} when, since the workspace was prepared, a
+/// device-resident kv_len was below 0 or above max_kv_len (it was clamped). Other backends check lengths in attend().
+KVONCE_API void check_workspace(const Plan& plan, void* workspace, std::size_t workspace_bytes,
+                                const Context& context = {});
+
+/// Runs the plan. Allocates nothing. CUDA: every pointer of inputs, outputs and the workspace is device memory, and the
+/// work is enqueued on the context's stream (null: the default stream) of the plan's device, which must be current; may
+/// be captured in a graph. kv_lens and kv_starts are read by the kernel: see check_workspace(). `workspace` is at least plan.workspace_bytes() long, at any alignment, and may be
 /// used by one call at a time. Throws Error{InvalidArgument} before anything is written.
 KVONCE_API void attend(const Plan& plan, const Inputs& inputs, const Outputs& outputs, void* workspace,
                        std::size_t workspace_bytes, const Context& context = {});

@@ -19,7 +19,9 @@ struct PlanData;
 /// One way to run attention on this machine: a backend and, on the CPU, an instruction-set target.
 struct Device {
   Backend backend = Backend::cpu;
-  std::string target;         // "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; empty elsewhere
+  std::string target;         // CPU: "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; CUDA: "sm_90", ...
+  int ordinal = 0;            // CUDA: the device's number
+  int num_sms = 0;            // CUDA: streaming multiprocessors
   std::string name;           // the processor's own name
   std::string unavailable;    // empty when usable, else one sentence saying why not
   int num_threads = 1;        // threads a plan may use; results do not depend on it
@@ -42,6 +44,9 @@ KVONCE_API Device default_device();
 /// The CPU device for one target. Errors as default_device().
 KVONCE_API Device cpu_device(std::string_view target, int num_threads = 0);
 
+/// A CUDA device of this machine by number. Throws Error{Unavailable} when the build or the machine has no such device.
+KVONCE_API Device cuda_device(int ordinal = 0);
+
 /// The tunables, chosen by a pure function of problem and device; 0 means "choose".
 struct Policy {
   std::int64_t row_tile = 0;         // rows kept in registers, 1..8 on the CPU
@@ -54,6 +59,9 @@ struct Policy {
   std::int64_t prefetch_lines = 0;
   std::int64_t pair_dot = -1;     // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
   std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
+  std::int64_t splits = 0;        // CUDA: blocks that share one KV stream
+  std::int64_t cluster = -1;      // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
+  std::int64_t join_blocks = 0;   // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.

@@ -21,6 +21,10 @@ struct BackendTable {
   /// Runs. Inputs and outputs have been checked against the problem.
   void (*attend)(const PlanData& data, const Inputs& inputs, const Outputs& outputs, void* workspace,
                  const Context& context);
+
+  /// As kvonce::prepare_workspace and kvonce::check_workspace. Null: nothing to do.
+  void (*prepare_workspace)(const PlanData& data, void* workspace, const Context& context);
+  void (*check_workspace)(const PlanData& data, void* workspace, const Context& context);
 };
 
 const BackendTable& backend_table(Backend backend);

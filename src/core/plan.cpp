@@ -65,21 +65,42 @@ std::int64_t Plan::max_kv_bytes() const noexcept {
   return bytes;
 }
 
-void attend(const Plan& plan, const Inputs& inputs, const Outputs& outputs, void* workspace,
-            std::size_t workspace_bytes, const Context& context) {
-  const core::PlanData& data = plan.data();
-  core::validate_inputs(data.problem, inputs);
-  core::validate_outputs(data.problem, outputs);
+namespace {
+
+void require_workspace(const core::PlanData& data, const void* workspace, std::size_t workspace_bytes) {
   if (workspace_bytes < data.workspace.total_bytes || (workspace == nullptr && data.workspace.total_bytes > 0)) {
     core::refuse(ErrorCode::InvalidArgument, "workspace_bytes",
                  workspace == nullptr ? "a null workspace" : std::to_string(workspace_bytes),
                  "at least plan.workspace_bytes() = " + std::to_string(data.workspace.total_bytes));
   }
+}
+
+}  // namespace
+
+void attend(const Plan& plan, const Inputs& inputs, const Outputs& outputs, void* workspace,
+            std::size_t workspace_bytes, const Context& context) {
+  const core::PlanData& data = plan.data();
+  core::validate_inputs(data.problem, inputs);
+  if (data.device.backend != Backend::cuda) core::validate_lengths(data.problem, inputs);
+  core::validate_outputs(data.problem, outputs);
+  require_workspace(data, workspace, workspace_bytes);
   if (context.num_threads < 0 || context.num_threads > data.device.num_threads) {
     core::refuse(ErrorCode::InvalidArgument, "context.num_threads", std::to_string(context.num_threads),
                  "0 to the plan's device.num_threads = " + std::to_string(data.device.num_threads));
   }
   data.backend->attend(data, inputs, outputs, workspace, context);
+}
+
+void prepare_workspace(const Plan& plan, void* workspace, std::size_t workspace_bytes, const Context& context) {
+  const core::PlanData& data = plan.data();
+  require_workspace(data, workspace, workspace_bytes);
+  if (data.backend->prepare_workspace != nullptr) data.backend->prepare_workspace(data, workspace, context);
+}
+
+void check_workspace(const Plan& plan, void* workspace, std::size_t workspace_bytes, const Context& context) {
+  const core::PlanData& data = plan.data();
+  require_workspace(data, workspace, workspace_bytes);
+  if (data.backend->check_workspace != nullptr) data.backend->check_workspace(data, workspace, context);
 }
 
 }  // namespace kvonce

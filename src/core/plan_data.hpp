@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,19 @@ struct WorkspaceLayout {
   std::size_t total_bytes = 0;    // with room to align the base
 };
 
+/// What a backend adds to a plan.
+struct BackendPlan {
+  BackendPlan() = default;
+  BackendPlan(const BackendPlan&) = default;
+  BackendPlan& operator=(const BackendPlan&) = default;
+  virtual ~BackendPlan() = default;
+};
+
 struct PlanData {
   Problem problem;  // head_dim_v and scale resolved
   Device device;
   Policy policy;              // every field decided
+  bool earlier_kv_ready = false;  // of the options
   std::string policy_origin;  // which fields came from where, for explain(); empty: no policy file was in use
   const BackendTable* backend = nullptr;
   std::string kernel_id;
@@ -36,6 +46,7 @@ struct PlanData {
   std::int64_t row_blocks = 0;  // workers' row ranges per KV stream = the read factor
   std::int64_t max_chunks = 0;
   WorkspaceLayout workspace;
+  std::shared_ptr<const BackendPlan> backend_plan;  // null on the CPU
   std::vector<std::string> rejected;  // "kernel: reason", for explain()
 };
 

@@ -58,6 +58,7 @@ Policy parse_policy(std::string_view text) {
 std::string to_string(const Policy& policy) {
   std::string text;
   for (const core::PolicyField& field : core::kPolicyFields) {
+    if (policy.*(field.member) == field.choose) continue;
     if (!text.empty()) text += ',';
     text += std::string(field.name) + "=" + std::to_string(policy.*(field.member));
   }

@@ -9,9 +9,10 @@ namespace kvonce::core {
 /// Returns the problem with head_dim_v and scale resolved. Throws Error{InvalidArgument}.
 Problem validate(const Problem& problem);
 
-/// Pointers, strides, kv_lens and kv_starts against a resolved problem. Throws Error{InvalidArgument}; reads nothing
-/// but kv_lens, kv_starts, the block table and the segments.
+/// Pointers against a resolved problem. Throws Error{InvalidArgument}; reads through no pointer.
 void validate_inputs(const Problem& problem, const Inputs& inputs);
+/// kv_lens, kv_starts, the block table and the segments, which it reads: for a host that can.
+void validate_lengths(const Problem& problem, const Inputs& inputs);
 void validate_outputs(const Problem& problem, const Outputs& outputs);
 
 }  // namespace kvonce::core

@@ -21,34 +21,6 @@ void require_announced(const char* name, const void* pointer, bool announced, co
 
 std::string at(const char* name, std::int64_t idx) { return std::string(name) + "[" + std::to_string(idx) + "]"; }
 
-void validate_lengths(const Problem& p, const Inputs& in) {
-  for (std::int64_t s = 0; s < p.num_seqs; ++s) {
-    const std::int64_t kv_len = in.kv_lens != nullptr ? in.kv_lens[s] : p.max_kv_len;
-    if (kv_len < 0 || kv_len > p.max_kv_len) {
-      refuse(ErrorCode::InvalidArgument, at("kv_lens", s), std::to_string(kv_len),
-             "0 to max_kv_len = " + std::to_string(p.max_kv_len));
-    }
-    if (in.kv_starts != nullptr && (in.kv_starts[s] < 0 || in.kv_starts[s] > kv_len)) {
-      refuse(ErrorCode::InvalidArgument, at("kv_starts", s), std::to_string(in.kv_starts[s]),
-             "0 to kv_len = " + std::to_string(kv_len));
-    }
-    if (p.layout != KvLayout::strided) {
-      const std::int64_t pages = (kv_len + p.page_size - 1) / p.page_size;
-      if (pages > in.block_table_stride && p.num_seqs > 1) {
-        refuse(ErrorCode::InvalidArgument, "block_table_stride", std::to_string(in.block_table_stride),
-               "at least " + std::to_string(pages) + " pages for " + at("kv_lens", s));
-      }
-      for (std::int64_t i = 0; i < pages; ++i) {
-        const std::int64_t page = in.block_table[s * in.block_table_stride + i];
-        if (page < 0 || page >= in.num_pages) {
-          refuse(ErrorCode::InvalidArgument, at("block_table", s * in.block_table_stride + i), std::to_string(page),
-                 "0 to num_pages - 1 = " + std::to_string(in.num_pages - 1));
-        }
-      }
-    }
-  }
-}
-
 void validate_segments(const Problem& p, const Inputs& in) {
   if (in.num_segments < 0) refuse(ErrorCode::InvalidArgument, "num_segments", std::to_string(in.num_segments), ">= 0");
   for (std::int64_t i = 0; i < in.num_segments; ++i) {
@@ -101,8 +73,36 @@ void validate_inputs(const Problem& p, const Inputs& in) {
   require_announced("k_biases", in.k_biases, needs_biases(p.k_format), "an MLX k_format");
   require_announced("v_biases", in.v_biases, needs_biases(p.v_format), "an MLX v_format");
   require_announced("segments", in.segments, p.has_segments && in.num_segments > 0, "has_segments");
+}
+
+void validate_lengths(const Problem& p, const Inputs& in) {
   if (p.has_segments) validate_segments(p, in);
-  if (has_rows) validate_lengths(p, in);
+  if (p.q_len == 0) return;
+  for (std::int64_t s = 0; s < p.num_seqs; ++s) {
+    const std::int64_t kv_len = in.kv_lens != nullptr ? in.kv_lens[s] : p.max_kv_len;
+    if (kv_len < 0 || kv_len > p.max_kv_len) {
+      refuse(ErrorCode::InvalidArgument, at("kv_lens", s), std::to_string(kv_len),
+             "0 to max_kv_len = " + std::to_string(p.max_kv_len));
+    }
+    if (in.kv_starts != nullptr && (in.kv_starts[s] < 0 || in.kv_starts[s] > kv_len)) {
+      refuse(ErrorCode::InvalidArgument, at("kv_starts", s), std::to_string(in.kv_starts[s]),
+             "0 to kv_len = " + std::to_string(kv_len));
+    }
+    if (p.layout != KvLayout::strided) {
+      const std::int64_t pages = (kv_len + p.page_size - 1) / p.page_size;
+      if (pages > in.block_table_stride && p.num_seqs > 1) {
+        refuse(ErrorCode::InvalidArgument, "block_table_stride", std::to_string(in.block_table_stride),
+               "at least " + std::to_string(pages) + " pages for " + at("kv_lens", s));
+      }
+      for (std::int64_t i = 0; i < pages; ++i) {
+        const std::int64_t page = in.block_table[s * in.block_table_stride + i];
+        if (page < 0 || page >= in.num_pages) {
+          refuse(ErrorCode::InvalidArgument, at("block_table", s * in.block_table_stride + i), std::to_string(page),
+                 "0 to num_pages - 1 = " + std::to_string(in.num_pages - 1));
+        }
+      }
+    }
+  }
 }
 
 void validate_outputs(const Problem& p, const Outputs& outputs) {

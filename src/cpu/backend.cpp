@@ -103,7 +103,7 @@ Device default_device() {
 }
 
 const core::BackendTable& backend() {
-  static constexpr core::BackendTable kTable = {Backend::cpu, all_devices, plan, run};
+  static constexpr core::BackendTable kTable = {Backend::cpu, all_devices, plan, run, nullptr, nullptr};
   return kTable;
 }
 

@@ -106,6 +106,12 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   require_not_negative("policy.prefetch_lines", policy.prefetch_lines, 0);
   require_not_negative("policy.pair_dot", policy.pair_dot, -1);
   require_not_negative("policy.worker_bytes", policy.worker_bytes, 0);
+  if (policy.splits != 0 || policy.cluster != -1 || policy.join_blocks != 0) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.splits, policy.cluster, policy.join_blocks",
+                 std::to_string(policy.splits) + ", " + std::to_string(policy.cluster) + ", " +
+                     std::to_string(policy.join_blocks),
+                 "0, -1, 0 on the cpu backend, which has no thread blocks");
+  }
   if (policy.worker_bytes == 0) policy.worker_bytes = kWorkerBytes;
   if (policy.row_tile == 0) {
     // The largest that the registers hold. Share of the roof with tiles of 8 and 4, 8 rows, Ice Lake: 32q/4kv d128

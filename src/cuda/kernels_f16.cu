@@ -1,0 +1,9 @@
+#include "cuda/kernels_mma.cuh"
+
+namespace kvonce::cuda {
+
+const void* mma_kernel_f16(int head_dim_qk, int head_dim_v, int row_tiles) {
+  return mma_address<f16>(head_dim_qk, head_dim_v, row_tiles);
+}
+
+}  // namespace kvonce::cuda

@@ -1,0 +1,264 @@
+// What the CUDA backend serves and how: refusals, kernels, splits, joins, workspace. Integers only.
+#include <algorithm>
+#include <string>
+
+#include "core/refuse.hpp"
+#include "cuda/backend.hpp"
+#include "cuda/cuda_plan.hpp"
+#include "shared/token_range.h"
+
+namespace kvonce::cuda {
+namespace {
+
+constexpr std::int64_t kTile = 16;  // tokens a warp takes at a time
+constexpr std::int64_t kMaxCluster = 16;
+
+struct Dims {
+  std::int64_t qk;
+  std::int64_t v;
+};
+
+// The tensor-core kernel's head dims: those of the list whose rows a block's registers hold.
+constexpr Dims kMmaDims[] = {
+#define KVONCE_CUDA_DIMS(qk, v) {qk, v},
+#include "cuda/instances.def"
+};
+
+void require(bool served, const std::string& what, const std::string& instead) {
+  if (!served) throw Error(ErrorCode::Unsupported, what + " is not served by the cuda backend yet; " + instead);
+}
+
+bool is_plain(KvFormat format) {
+  return format == KvFormat::f32 || format == KvFormat::f16 || format == KvFormat::bf16;
+}
+
+void require_served(const Problem& p) {
+  const auto format = [](const char* name, KvFormat given) {
+    require(is_plain(given), std::string(name) + " " + std::string(to_string(given)),
+            "store the cache as f32, f16 or bf16");
+  };
+  format("k_format", p.k_format);
+  format("v_format", p.v_format);
+  require(p.layout == KvLayout::strided, "layout " + std::string(to_string(p.layout)),
+          "gather the pages into a strided cache");
+  require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
+          "use causal, window, kv_lens and kv_starts where they say the same");
+  require(p.softcap == 0.0F, "softcap", "leave it 0 and run layers with a softcap elsewhere");
+  require(!p.has_alibi, "has_alibi", "leave it false and run layers with ALiBi elsewhere");
+  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
+  require(p.head_dim_qk % 8 == 0, "head_dim_qk " + std::to_string(p.head_dim_qk), "pad it to a multiple of 8");
+  require(p.head_dim_v % 8 == 0, "head_dim_v " + std::to_string(p.head_dim_v), "pad it to a multiple of 8");
+  // Token numbers of a tile past the end stay within 32 bits.
+  constexpr std::int64_t kMaxTokens = 2147483647 - 65536;
+  require(p.max_kv_len <= kMaxTokens, "max_kv_len " + std::to_string(p.max_kv_len),
+          "split the cache into parts of up to " + std::to_string(kMaxTokens) + " tokens and merge");
+}
+
+void require_policy(const Policy& policy) {
+  const auto field = [](const char* name, std::int64_t value, bool fits, const char* allowed) {
+    if (!fits) core::refuse(ErrorCode::InvalidArgument, name, std::to_string(value), allowed);
+  };
+  field("policy.row_tile", policy.row_tile, policy.row_tile == 0 || policy.row_tile == 8 || policy.row_tile == 16,
+        "0 (choose), 8 or 16 on the cuda backend");
+  field("policy.rows_per_worker", policy.rows_per_worker, policy.rows_per_worker == 0,
+        "0 on the cuda backend: a block takes one row tile");
+  field("policy.chunk_tokens", policy.chunk_tokens,
+        policy.chunk_tokens >= 0 && policy.chunk_tokens % kTile == 0 && policy.chunk_tokens <= (1 << 30),
+        "0 (choose) or a multiple of 16 up to 2^30 on the cuda backend");
+  field("policy.step_tokens", policy.step_tokens, policy.step_tokens == 0 || policy.step_tokens == kTile,
+        "0 (choose) or 16 on the cuda backend");
+  field("policy.prefetch_tokens", policy.prefetch_tokens, policy.prefetch_tokens == -1, "-1 on the cuda backend");
+  field("policy.prefetch_lines", policy.prefetch_lines, policy.prefetch_lines == 0, "0 on the cuda backend");
+  field("policy.pair_dot", policy.pair_dot, policy.pair_dot == -1, "-1 on the cuda backend");
+  field("policy.worker_bytes", policy.worker_bytes, policy.worker_bytes == 0, "0 on the cuda backend");
+  field("policy.splits", policy.splits, policy.splits >= 0 && policy.splits <= 65535, "0 (choose) to 65535");
+  field("policy.cluster", policy.cluster, policy.cluster >= -1 && policy.cluster <= 1, "-1 (choose), 0 or 1");
+  field("policy.join_blocks", policy.join_blocks, policy.join_blocks >= 0 && policy.join_blocks <= 1024,
+        "0 (choose) to 1024");
+}
+
+bool has_mma(const Problem& p) {
+  const bool same = static_cast<int>(p.q_dtype) == static_cast<int>(p.k_format) && p.k_format == p.v_format;
+  return same && p.k_format != KvFormat::f32 && std::any_of(std::begin(kMmaDims), std::end(kMmaDims), [&p](const Dims& d) {
+           return d.qk == p.head_dim_qk && d.v == p.head_dim_v;
+         });
+}
+
+std::int64_t sms_of(const Device& device) { return device.num_sms > 0 ? device.num_sms : 132; }
+
+bool has_clusters(const Device& device) {
+  // "sm_90", "sm_100", ...: clusters exist from 9.0 on.
+  return device.target.size() > 4 && (device.target.size() > 5 || device.target[3] >= '9');
+}
+
+std::int64_t kv_bytes(const Problem& p) {
+  const std::int64_t token = format_bytes(p.k_format, p.head_dim_qk) +
+                             (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
+  std::int64_t bytes = 0;
+  if (__builtin_mul_overflow(p.num_seqs * p.num_kv_heads, p.max_kv_len, &bytes) ||
+      __builtin_mul_overflow(bytes, token, &bytes)) {
+    return INT64_MAX;
+  }
+  return bytes;
+}
+
+/// As many splits as fill the device once. Where there are more streams than multiprocessors, the number that leaves the
+/// fewest of them idle in the last round.
+std::int64_t choose_splits(std::int64_t streams, std::int64_t sms, std::int64_t max_tiles) {
+  const std::int64_t most = std::max<std::int64_t>(1, max_tiles);
+  if (streams <= sms) return std::clamp<std::int64_t>(sms / std::max<std::int64_t>(1, streams), 1, most);
+  std::int64_t best = 1;
+  double best_cost = 0.0;
+  for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(8, most); ++splits) {
+    const std::int64_t blocks = streams * splits;
+    const double rounds = static_cast<double>(shared::ceil_div(blocks, sms) * sms) / static_cast<double>(blocks);
+    const double cost = rounds * (1.0 + 0.02 * static_cast<double>(splits - 1));
+    if (splits == 1 || cost < best_cost) {
+      best = splits;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+LaunchShape shape_for(const Problem& p, const Device& device, const Policy& policy, std::int64_t rows,
+                      std::int64_t rows_per_block) {
+  LaunchShape s;
+  s.exists = true;
+  rows_per_block = std::clamp<std::int64_t>(rows_per_block, 1, std::max<std::int64_t>(1, rows));
+  s.rows_per_block = static_cast<std::int32_t>(rows_per_block);
+  s.row_blocks = static_cast<std::int32_t>(std::max<std::int64_t>(1, shared::ceil_div(rows, rows_per_block)));
+  require(p.num_kv_heads * s.row_blocks <= 65535,
+          "num_kv_heads times row blocks " + std::to_string(p.num_kv_heads * s.row_blocks),
+          "run up to 65535 at a time");
+  const std::int64_t streams = std::max<std::int64_t>(1, p.num_seqs * p.num_kv_heads * s.row_blocks);
+  const std::int64_t sms = sms_of(device);
+  const std::int64_t max_tiles = shared::ceil_div(p.max_kv_len, kTile);
+  s.min_tiles = 4;
+  if (policy.chunk_tokens > 0) {
+    s.split_tokens = static_cast<std::int32_t>(policy.chunk_tokens);
+    s.num_splits = static_cast<std::int32_t>(std::max<std::int64_t>(1, shared::ceil_div(p.max_kv_len, policy.chunk_tokens)));
+  } else {
+    // Up to 8 MB a cluster's join is cheaper than one through memory; kernels.md, H200: 5.6 against 6.9 us at 8 MB.
+    constexpr std::int64_t kClusterBytes = 9 << 20;
+    std::int64_t cluster = 1;
+    while (2 * cluster <= kMaxCluster && 2 * cluster * streams <= sms && 2 * cluster * 2 <= max_tiles) cluster *= 2;
+    const bool fits = has_clusters(device) && cluster > 1;
+    const bool wanted = policy.cluster == 1 || (policy.cluster == -1 && kv_bytes(p) <= kClusterBytes);
+    if (fits && wanted) {
+      s.join = kJoinCluster;
+      s.num_splits = static_cast<std::int32_t>(
+          policy.splits > 0 ? std::min<std::int64_t>(policy.splits, kMaxCluster) : cluster);
+    } else {
+      s.num_splits = static_cast<std::int32_t>(policy.splits > 0 ? policy.splits : choose_splits(streams, sms, max_tiles));
+    }
+  }
+  // About 64 blocks join in all.
+  std::int64_t join_blocks = policy.join_blocks;
+  if (join_blocks == 0) {
+    join_blocks = 1;
+    while (join_blocks < 16 && join_blocks * 2 * streams <= 64) join_blocks *= 2;
+  }
+  s.join_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, s.num_splits));
+  return s;
+}
+
+class Layout {
+ public:
+  std::size_t add(std::int64_t a, std::int64_t b, std::int64_t size) {
+    std::int64_t bytes = 0;
+    if (__builtin_mul_overflow(a, b, &bytes) || __builtin_mul_overflow(bytes, size, &bytes) ||
+        __builtin_add_overflow(bytes, 255 + end_, &bytes) || bytes > (1LL << 62)) {
+      core::refuse(ErrorCode::InvalidArgument, "workspace", "more than 2^62 bytes",
+                   "fewer sequences, heads or max_kv_len, or larger chunk_tokens");
+    }
+    const std::int64_t begin = end_;
+    end_ = bytes / 256 * 256;
+    return static_cast<std::size_t>(begin);
+  }
+  [[nodiscard]] std::size_t end() const { return static_cast<std::size_t>(end_); }
+
+ private:
+  std::int64_t end_ = kHeaderWords * 4;
+};
+
+void lay_out_workspace(core::PlanData& data, CudaPlan& plan) {
+  const Problem& p = data.problem;
+  if (p.num_seqs == 0 || p.q_len == 0) return;
+  const auto streams = [&p](const LaunchShape& s) { return p.num_seqs * p.num_kv_heads * s.row_blocks; };
+  // The kernels of a plan share the workspace: each part is as large as the one that needs more.
+  std::int64_t tickets = 0;
+  std::int64_t ml = 0;
+  std::int64_t o = 0;
+  for (const LaunchShape* s : {&plan.mma, &plan.generic}) {
+    if (!s->exists || s->join == kJoinCluster || s->num_splits == 1) continue;
+    Layout probe;  // refuses what overflows
+    (void)probe.add(streams(*s), s->num_splits * s->rows_per_block, p.head_dim_v * 4);
+    tickets = std::max(tickets, streams(*s));
+    ml = std::max(ml, streams(*s) * s->join_blocks * s->num_splits * s->rows_per_block);
+    o = std::max(o, streams(*s) * s->num_splits * s->rows_per_block * p.head_dim_v);
+  }
+  Layout layout;
+  plan.tickets = layout.add(tickets, 1, 4);
+  plan.partial_ml = layout.add(ml, 1, 8);
+  plan.partial_o = layout.add(o, 1, 4);
+  plan.end = layout.end();
+  data.workspace.total_bytes = plan.end + 255;  // room to align the base
+}
+
+std::string format_name(const Problem& p) {
+  std::string name(to_string(p.k_format));
+  if (p.v_format != p.k_format) name = "k" + name + "_v" + std::string(to_string(p.v_format));
+  return name;
+}
+
+}  // namespace
+
+void plan(core::PlanData& data, const PlanOptions& options) {
+  const Problem& p = data.problem;
+  require_served(p);
+  require_policy(options.policy);
+  auto plan = std::make_shared<CudaPlan>();
+  data.earlier_kv_ready = options.earlier_kv_ready;
+  const std::int64_t rows = data.rows_per_stream;
+  const std::int64_t largest_dim = std::max(p.head_dim_qk, p.head_dim_v);
+  const std::string prefix = "attend_" + data.device.target + "_" + format_name(p) + "_";
+  if (has_mma(p)) {
+    std::int64_t tile = options.policy.row_tile;
+    if (tile == 0) tile = rows > kMmaRows && largest_dim <= kWideMmaDim ? 2 * kMmaRows : kMmaRows;
+    if (tile > kMmaRows && largest_dim > kWideMmaDim) {
+      core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(tile),
+                   "8 for head dims above " + std::to_string(kWideMmaDim));
+    }
+    plan->mma = shape_for(p, data.device, options.policy, rows, tile);
+  } else {
+    data.rejected.push_back(prefix + "mma: serves q, K and V of one 16-bit type, head dims 64 80 96 112 128 192 256 "
+                                     "(192,128)");
+  }
+  std::int64_t generic_rows = 8;  // 8 rows of up to 128 dims, 4 of 256, 2 of 512, 1 of 1024
+  for (std::int64_t dim = 128; dim < largest_dim; dim *= 2) generic_rows /= 2;
+  plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows);
+
+  const LaunchShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
+  data.kernel_id = prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" + std::to_string(p.head_dim_v) +
+                                                    "_r" + std::to_string(chosen.rows_per_block > kMmaRows ? 16 : 8)
+                                              : "dany_r" + std::to_string(generic_rows));
+  data.row_blocks = chosen.row_blocks;
+  data.max_chunks = chosen.num_splits;
+  Policy& policy = data.policy;
+  policy = Policy();
+  policy.row_tile = chosen.rows_per_block;
+  policy.rows_per_worker = chosen.rows_per_block;
+  policy.chunk_tokens = chosen.split_tokens > 0
+                            ? chosen.split_tokens
+                            : std::max<std::int64_t>(kTile, shared::ceil_div(shared::ceil_div(p.max_kv_len, kTile),
+                                                                             chosen.num_splits) * kTile);
+  policy.step_tokens = kTile;
+  policy.splits = chosen.num_splits;
+  policy.cluster = chosen.join == kJoinCluster ? 1 : 0;
+  policy.join_blocks = chosen.join_blocks;
+  lay_out_workspace(data, *plan);
+  data.backend_plan = std::move(plan);
+}
+
+}  // namespace kvonce::cuda

@@ -1,0 +1,260 @@
+// Devices and launches: the CUDA runtime is used here and nowhere else.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/refuse.hpp"
+#include "cuda/backend.hpp"
+#include "cuda/cuda_plan.hpp"
+#include "cuda/kernels.hpp"
+#include "shared/partial.h"
+
+namespace kvonce::cuda {
+
+const void* mma_kernel_bf16(int head_dim_qk, int head_dim_v, int row_tiles);
+const void* mma_kernel_f16(int head_dim_qk, int head_dim_v, int row_tiles);
+
+const void* mma_kernel(Element type, int head_dim_qk, int head_dim_v, int row_tiles) {
+  return type == kBf16 ? mma_kernel_bf16(head_dim_qk, head_dim_v, row_tiles)
+                       : mma_kernel_f16(head_dim_qk, head_dim_v, row_tiles);
+}
+
+namespace {
+
+void require_success(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw Error(ErrorCode::Internal, std::string("backend cuda: ") + what + ": " + cudaGetErrorString(status));
+}
+
+Device unavailable(const std::string& why) {
+  Device device;
+  device.backend = Backend::cuda;
+  device.unavailable = "backend cuda: " + why + "; use backend cpu";
+  return device;
+}
+
+Device describe(int ordinal) {
+  cudaDeviceProp properties{};
+  const cudaError_t status = cudaGetDeviceProperties(&properties, ordinal);
+  if (status != cudaSuccess) return unavailable(cudaGetErrorString(status));
+  Device device;
+  device.backend = Backend::cuda;
+  device.ordinal = ordinal;
+  device.target = "sm_" + std::to_string(properties.major * 10 + properties.minor);
+  device.name = properties.name;
+  device.num_sms = properties.multiProcessorCount;
+  device.l1_bytes = static_cast<std::int64_t>(properties.sharedMemPerMultiprocessor);
+  device.l2_bytes = properties.l2CacheSize;
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, generic_kernel(128)) != cudaSuccess) {
+    (void)cudaGetLastError();
+    device.unavailable = "backend cuda: no kernels for " + device.target +
+                         " in this build (configure with -D KVONCE_CUDA_ARCHS=...); use backend cpu";
+  }
+  return device;
+}
+
+std::vector<Device> devices() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    return {unavailable(status == cudaSuccess ? "no CUDA device" : cudaGetErrorString(status))};
+  }
+  std::vector<Device> found;
+  for (int ordinal = 0; ordinal < count; ++ordinal) found.push_back(describe(ordinal));
+  return found;
+}
+
+Element element_of(DType dtype) { return static_cast<Element>(dtype); }
+Element element_of(KvFormat format) { return static_cast<Element>(format); }
+std::int64_t element_bytes(Element type) { return type == kF32 ? 4 : 2; }
+
+Strided strided(const TensorView& view) { return {view.data, view.seq_stride, view.head_stride, view.token_stride}; }
+
+/// Whether every row of the tensor starts at a multiple of `bytes`.
+bool is_aligned(const void* data, std::int64_t seq, std::int64_t head, std::int64_t token, Element type,
+                std::int64_t bytes) {
+  const std::int64_t size = element_bytes(type);
+  return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 && seq * size % bytes == 0 &&
+         head * size % bytes == 0 && token * size % bytes == 0;
+}
+bool is_aligned(const Strided& t, Element type, std::int64_t bytes) {
+  return is_aligned(t.data, t.seq, t.head, t.token, type, bytes);
+}
+
+char* aligned_base(void* workspace) {
+  return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(workspace) + 255) / 256 * 256);
+}
+
+const CudaPlan& cuda_plan(const core::PlanData& data) { return static_cast<const CudaPlan&>(*data.backend_plan); }
+
+AttendParams make_params(const core::PlanData& data, const Inputs& in, const Outputs& out, void* workspace) {
+  const Problem& p = data.problem;
+  const CudaPlan& plan = cuda_plan(data);
+  AttendParams a{};
+  a.q = strided(in.q);
+  a.k = strided(in.k);
+  a.v = strided(in.v);
+  a.out = out.out;
+  a.out_seq = out.out_seq_stride;
+  a.out_head = out.out_head_stride;
+  a.out_token = out.out_token_stride;
+  a.lse = out.lse;
+  a.lse_seq = out.lse_seq_stride;
+  a.lse_head = out.lse_head_stride;
+  a.lse_token = out.lse_token_stride;
+  a.kv_lens = in.kv_lens;
+  a.kv_starts = in.kv_starts;
+  a.sinks = in.sinks;
+  char* const base = aligned_base(workspace);
+  a.header = reinterpret_cast<std::uint32_t*>(base);
+  a.tickets = reinterpret_cast<std::uint32_t*>(base + plan.tickets);
+  a.partial_ml = reinterpret_cast<float2*>(base + plan.partial_ml);
+  a.partial_o = reinterpret_cast<float*>(base + plan.partial_o);
+  a.scale_log2 = *p.scale * shared::kLog2e;
+  a.max_kv_len = static_cast<std::int32_t>(p.max_kv_len);
+  a.q_len = static_cast<std::int32_t>(p.q_len);
+  a.group_size = static_cast<std::int32_t>(p.group_size());
+  a.num_kv_heads = static_cast<std::int32_t>(p.num_kv_heads);
+  a.head_dim_qk = static_cast<std::int32_t>(p.head_dim_qk);
+  a.head_dim_v = static_cast<std::int32_t>(p.head_dim_v);
+  a.rows = static_cast<std::int32_t>(data.rows_per_stream);
+  a.window = static_cast<std::int32_t>(p.window);
+  a.q_type = element_of(p.q_dtype);
+  a.k_type = element_of(p.k_format);
+  a.v_type = element_of(p.v_format);
+  a.out_type = element_of(p.out_dtype);
+  a.causal = p.causal;
+  const std::int64_t four = 4 * element_bytes(a.out_type);
+  a.vector_out = is_aligned(a.out, a.out_seq, a.out_head, a.out_token, a.out_type, four);
+  a.vector_kv = is_aligned(a.k, a.k_type, 4 * element_bytes(a.k_type)) &&
+                is_aligned(a.v, a.v_type, 4 * element_bytes(a.v_type));
+  return a;
+}
+
+void apply(const LaunchShape& shape, AttendParams& a) {
+  a.rows_per_block = shape.rows_per_block;
+  a.row_blocks = shape.row_blocks;
+  a.num_splits = shape.num_splits;
+  a.split_tokens = shape.split_tokens;
+  a.min_tiles = shape.min_tiles;
+  a.join_blocks = shape.join_blocks;
+  a.slice_rows = shape.rows_per_block;
+  a.join = shape.join;
+}
+
+/// Allows a kernel the shared memory and the cluster size that it may ask for. Cheap, and the same in every call.
+void allow(const void* kernel, int shared_bytes, bool cluster) {
+  if (shared_bytes > 48 * 1024) {
+    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                    "shared memory");
+  }
+  if (cluster) {
+    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster size");
+  }
+}
+
+void launch(const core::PlanData& data, const void* kernel, AttendParams& a, cudaStream_t stream) {
+  const Problem& p = data.problem;
+  const int shared_bytes = merge_shared_bytes(a, kWarps, a.head_dim_v);
+  const bool cluster = a.join == kJoinCluster;
+  allow(kernel, shared_bytes, cluster);
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(kWarps * 32);
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (cluster) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(a.num_splits), 1, 1};
+    ++config.numAttrs;
+  }
+  if (a.earlier_kv_ready) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
+    ++config.numAttrs;
+  }
+  constexpr std::int64_t kMaxGridZ = 65535;
+  for (std::int64_t seq = 0; seq < p.num_seqs; seq += kMaxGridZ) {
+    a.seq_begin = static_cast<std::int32_t>(seq);
+    config.gridDim = dim3(static_cast<unsigned>(a.num_splits), static_cast<unsigned>(a.num_kv_heads * a.row_blocks),
+                          static_cast<unsigned>(std::min(kMaxGridZ, p.num_seqs - seq)));
+    void* arguments[] = {&a};
+    require_success(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
+  }
+}
+
+void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& outputs, void* workspace,
+            const Context& context) {
+  const Problem& p = data.problem;
+  if (p.num_seqs == 0 || p.q_len == 0) return;
+  const CudaPlan& plan = cuda_plan(data);
+  AttendParams a = make_params(data, inputs, outputs, workspace);
+  a.earlier_kv_ready = data.earlier_kv_ready;
+  auto* const stream = static_cast<cudaStream_t>(context.cuda_stream);
+  const bool aligned = is_aligned(a.q, a.q_type, 16) && is_aligned(a.k, a.k_type, 16) && is_aligned(a.v, a.v_type, 16);
+  if (plan.mma.exists && aligned) {
+    apply(plan.mma, a);
+    launch(data, mma_kernel(a.k_type, a.head_dim_qk, a.head_dim_v, a.rows_per_block > kMmaRows ? 2 : 1), a, stream);
+  } else {
+    apply(plan.generic, a);
+    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), a, stream);
+  }
+}
+
+void prepare_workspace(const core::PlanData& data, void* workspace, const Context& context) {
+  if (data.workspace.total_bytes == 0) return;
+  const CudaPlan& plan = cuda_plan(data);
+  auto* words = reinterpret_cast<std::uint32_t*>(aligned_base(workspace));
+  auto first_partial = static_cast<std::int64_t>(plan.partial_ml / 4);
+  auto end = static_cast<std::int64_t>(plan.end / 4);
+  void* arguments[] = {static_cast<void*>(&words), &first_partial, &end};
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(256);
+  config.gridDim = dim3(static_cast<unsigned>(std::clamp<std::int64_t>(end / 1024, 1, 1024)));
+  config.stream = static_cast<cudaStream_t>(context.cuda_stream);
+  require_success(cudaLaunchKernelExC(&config, prepare_kernel(), arguments), "preparing the workspace");
+}
+
+void check_workspace(const core::PlanData& data, void* workspace, const Context& context) {
+  if (data.workspace.total_bytes == 0) return;
+  auto* const stream = static_cast<cudaStream_t>(context.cuda_stream);
+  std::uint32_t header[2] = {};
+  require_success(cudaMemcpyAsync(header, aligned_base(workspace), sizeof header, cudaMemcpyDeviceToHost, stream),
+                  "reading the workspace");
+  require_success(cudaStreamSynchronize(stream), "waiting for the stream");
+  if (header[0] != kPreparedWord) {
+    core::refuse(ErrorCode::InvalidArgument, "workspace", "one that was not prepared", "prepare_workspace() first");
+  }
+  if (header[1] != 0) {
+    core::refuse(ErrorCode::InvalidArgument, "kv_lens", "a length that had to be clamped",
+                 "0 to max_kv_len = " + std::to_string(data.problem.max_kv_len));
+  }
+}
+
+}  // namespace
+
+Device device(int ordinal) {
+  const std::vector<Device> found = devices();
+  if (found.front().target.empty()) throw Error(ErrorCode::Unavailable, found.front().unavailable);
+  if (ordinal < 0 || static_cast<std::size_t>(ordinal) >= found.size()) {
+    core::refuse(ErrorCode::Unavailable, "ordinal", std::to_string(ordinal),
+                 "0 to " + std::to_string(found.size() - 1) + ", the CUDA devices of this machine");
+  }
+  const Device& chosen = found[static_cast<std::size_t>(ordinal)];
+  if (!chosen.unavailable.empty()) throw Error(ErrorCode::Unavailable, chosen.unavailable);
+  return chosen;
+}
+
+const core::BackendTable& backend() {
+  static constexpr core::BackendTable kTable = {Backend::cuda, devices, plan, attend, prepare_workspace, check_workspace};
+  return kTable;
+}
+
+}  // namespace kvonce::cuda

@@ -1,0 +1,94 @@
+// Which rows and which tokens a block owns.
+#pragma once
+
+#include "cuda/params.hpp"
+#include "shared/token_range.h"
+
+namespace kvonce::cuda {
+
+constexpr int kTileTokens = 16;  // the M dimension of the tensor cores' instruction: a warp's token step
+
+/// One block's share. Blocks are numbered [seq][kv_head][row_block][split].
+struct BlockWork {
+  int seq;
+  int kv_head;
+  int row_begin;  // first of num_rows rows of the KV stream
+  int num_rows;
+  int split;          // of num_splits
+  int num_splits;     // that have tokens at this length; 1 when there are none at all
+  std::int64_t stream;  // (seq, kv_head, row_block)
+  int kv_len;
+  int kv_start;
+  int begin;       // tokens that some row sees: [begin, end)
+  int end;
+  int tile_begin;  // this block's tiles of kTileTokens, from `begin` on
+  int tile_end;
+};
+
+__device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
+  BlockWork w;
+  w.seq = p.seq_begin + static_cast<int>(blockIdx.z);
+  w.split = static_cast<int>(blockIdx.x);
+  w.kv_head = static_cast<int>(blockIdx.y);
+  int row_block = 0;
+  if (p.row_blocks > 1) {
+    w.kv_head = static_cast<int>(blockIdx.y) / p.row_blocks;
+    row_block = static_cast<int>(blockIdx.y) % p.row_blocks;
+  }
+  w.row_begin = row_block * p.rows_per_block;
+  w.num_rows = min(p.rows_per_block, p.rows - w.row_begin);
+  w.stream = (static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head) * p.row_blocks + row_block;
+
+  w.kv_len = p.max_kv_len;
+  if (p.kv_lens != nullptr) {
+    w.kv_len = p.kv_lens[w.seq];
+    if (w.kv_len < 0 || w.kv_len > p.max_kv_len) {
+      w.kv_len = w.kv_len < 0 ? 0 : p.max_kv_len;
+      if (threadIdx.x == 0) p.header[1] = 1;
+    }
+  }
+  w.kv_start = p.kv_starts == nullptr ? 0 : min(max(p.kv_starts[w.seq], 0), w.kv_len);
+  // The oldest row sees the earliest keys, the newest row the latest.
+  w.begin = static_cast<int>(shared::visible_range(0, p.q_len, w.kv_len, w.kv_start, p.causal, p.window).begin);
+  w.begin = min(w.begin, w.kv_len);
+  w.end = w.kv_len;
+
+  const int tiles = (w.end - w.begin + kTileTokens - 1) / kTileTokens;
+  if (p.split_tokens > 0) {
+    const int split_tiles = p.split_tokens / kTileTokens;
+    w.num_splits = max(1, (tiles + split_tiles - 1) / split_tiles);
+    w.tile_begin = min(tiles, w.split * split_tiles);
+    w.tile_end = min(tiles, w.tile_begin + split_tiles);
+  } else {
+    w.num_splits = p.join == kJoinCluster ? p.num_splits : max(1, min(p.num_splits, tiles / p.min_tiles));
+    const int share = tiles / w.num_splits;
+    const int rest = tiles % w.num_splits;
+    w.tile_begin = w.split * share + min(w.split, rest);
+    w.tile_end = w.tile_begin + share + (w.split < rest ? 1 : 0);
+  }
+  return w;
+}
+
+/// The query head and query token of a row of the KV stream.
+struct RowPlace {
+  int head;
+  int query;
+};
+__device__ __forceinline__ RowPlace place_of(const AttendParams& p, const BlockWork& w, int row) {
+  row += w.row_begin;
+  if (p.q_len == 1) return {w.kv_head * p.group_size + row, 0};
+  return {w.kv_head * p.group_size + row / p.q_len, row % p.q_len};
+}
+
+/// The tokens that a row sees.
+struct RowRange {
+  int begin;
+  int end;
+};
+__device__ __forceinline__ RowRange range_of(const AttendParams& p, const BlockWork& w, int row) {
+  const int query = p.q_len == 1 ? 0 : (w.row_begin + row) % p.q_len;
+  const auto range = shared::visible_range(query, p.q_len, w.kv_len, w.kv_start, p.causal, p.window);
+  return {static_cast<int>(range.begin), static_cast<int>(range.end)};
+}
+
+}  // namespace kvonce::cuda
