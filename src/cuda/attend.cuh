@@ -16,7 +16,7 @@
 namespace kvonce::cuda {
 
 /// Dims are multiples of 16. K goes in parts of 32 dims, V in parts of 64; what is left takes shorter loads.
-template <typename T, int kDimQk, int kDimV, int kRowTiles>
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles>
 struct Tile {
   static constexpr int kPartsK = kDimQk / 32;
   static constexpr bool kHalfK = kDimQk % 32 != 0;
@@ -26,16 +26,16 @@ struct Tile {
   static constexpr int kOutTiles = kDimV / 16;
 
   // K: tokens g and g + 8. V: tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-  uint4 k[2][kPartsK > 0 ? kPartsK : 1];
-  uint2 k_half[2];
-  uint4 v[4][kPartsV > 0 ? kPartsV : 1];
-  uint2 v_half[4];
-  std::uint32_t v_quarter[4];
+  uint4 k[kTokenTiles][2][kPartsK > 0 ? kPartsK : 1];
+  uint2 k_half[kTokenTiles][2];
+  uint4 v[kTokenTiles][4][kPartsV > 0 ? kPartsV : 1];
+  uint2 v_half[kTokenTiles][4];
+  std::uint32_t v_quarter[kTokenTiles][4];
 
   uint4 q[kRowTiles][kPartsK > 0 ? kPartsK : 1];
   uint2 q_half[kRowTiles];
 
-  float p[kRowTiles][4];  // scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+  float p[kTokenTiles][kRowTiles][4];  // scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
   float m[kRowTiles][2];  // running maximum, log2
   float l[kRowTiles][2];  // this lane's part of the sum
   float o[kRowTiles][kOutTiles][4];
@@ -44,6 +44,16 @@ struct Tile {
   const T* v_base;
   int g;
   int t;
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      m[n][0] = m[n][1] = kNoMax;
+      l[n][0] = l[n][1] = 0.0F;
+#pragma unroll
+      for (int i = 0; i < kOutTiles; ++i) o[n][i][0] = o[n][i][1] = o[n][i][2] = o[n][i][3] = 0.0F;
+    }
+  }
 
   /// [1] q of the block's rows; rows past the last are zero.
   __device__ __forceinline__ void load_row_tile(const AttendParams& params, const BlockWork& w) {
@@ -65,53 +75,71 @@ struct Tile {
   // Tokens past the last are read as the last one: their probabilities are zero, and their bytes are valid.
   __device__ __forceinline__ void load_keys(const AttendParams& params, int token, int end) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const T* const from = k_base + min(token + g + 8 * i, end - 1) * params.k.token;
+    for (int s = 0; s < kTokenTiles; ++s) {
 #pragma unroll
-      for (int part = 0; part < kPartsK; ++part) k[i][part] = load_stream(from + 32 * part + 8 * t);
-      if constexpr (kHalfK) k_half[i] = load_stream_8(from + 32 * kPartsK + 4 * t);
+      for (int i = 0; i < 2; ++i) {
+        const T* const from = k_base + min(token + 16 * s + g + 8 * i, end - 1) * params.k.token;
+#pragma unroll
+        for (int part = 0; part < kPartsK; ++part) k[s][i][part] = load_stream(from + 32 * part + 8 * t);
+        if constexpr (kHalfK) k_half[s][i] = load_stream_8(from + 32 * kPartsK + 4 * t);
+      }
     }
   }
 
   __device__ __forceinline__ void load_values(const AttendParams& params, int token, int end) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const T* const from = v_base + min(token + 2 * t + (i & 1) + (i >> 1) * 8, end - 1) * params.v.token;
+    for (int s = 0; s < kTokenTiles; ++s) {
 #pragma unroll
-      for (int part = 0; part < kPartsV; ++part) v[i][part] = load_stream(from + 64 * part + 8 * g);
-      if constexpr (kHalfV) v_half[i] = load_stream_8(from + 64 * kPartsV + 4 * g);
-      if constexpr (kQuarterV) v_quarter[i] = load_stream_4(from + kDimV - 16 + 2 * g);
+      for (int i = 0; i < 4; ++i) {
+        const T* const from = v_base + min(token + 16 * s + 2 * t + (i & 1) + (i >> 1) * 8, end - 1) * params.v.token;
+#pragma unroll
+        for (int part = 0; part < kPartsV; ++part) v[s][i][part] = load_stream(from + 64 * part + 8 * g);
+        if constexpr (kHalfV) v_half[s][i] = load_stream_8(from + 64 * kPartsV + 4 * g);
+        if constexpr (kQuarterV) v_quarter[s][i] = load_stream_4(from + kDimV - 16 + 2 * g);
+      }
     }
   }
 
-  /// [2] Scaled scores (log2) of 16 tokens.
+  /// [2] Scaled scores (log2) of a step's tokens.
   __device__ __forceinline__ void score_tokens(float scale_log2) {
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      float even[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-      float odd[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+    for (int s = 0; s < kTokenTiles; ++s) {
 #pragma unroll
-      for (int part = 0; part < kPartsK; ++part) {
-        const uint4 a = k[0][part];
-        const uint4 b = k[1][part];
-        mma(even, a.x, b.x, a.y, b.y, q[n][part].x, q[n][part].y, T());
-        mma(odd, a.z, b.z, a.w, b.w, q[n][part].z, q[n][part].w, T());
+      for (int n = 0; n < kRowTiles; ++n) {
+        float even[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+        float odd[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+#pragma unroll
+        for (int part = 0; part < kPartsK; ++part) {
+          const uint4 a = k[s][0][part];
+          const uint4 b = k[s][1][part];
+          mma(even, a.x, b.x, a.y, b.y, q[n][part].x, q[n][part].y, T());
+          mma(odd, a.z, b.z, a.w, b.w, q[n][part].z, q[n][part].w, T());
+        }
+        if constexpr (kHalfK) {
+          mma(even, k_half[s][0].x, k_half[s][1].x, k_half[s][0].y, k_half[s][1].y, q_half[n].x, q_half[n].y, T());
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[s][n][i] = (even[i] + odd[i]) * scale_log2;
       }
-      if constexpr (kHalfK) mma(even, k_half[0].x, k_half[1].x, k_half[0].y, k_half[1].y, q_half[n].x, q_half[n].y, T());
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = (even[i] + odd[i]) * scale_log2;
     }
   }
 
-  /// Hides the tokens that a row does not see.
-  __device__ __forceinline__ void hide_tokens(const AttendParams& params, const BlockWork& w, int token) {
+  /// Hides the tokens that a row does not see, and those from the block's `end` on.
+  __device__ __forceinline__ void hide_tokens(const AttendParams& params, const BlockWork& w, int token, int end) {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const RowRange range = range_of(params, w, n * 8 + 2 * t + j);
-        if (token + g < range.begin || token + g >= range.end) p[n][j] = -INFINITY;
-        if (token + g + 8 < range.begin || token + g + 8 >= range.end) p[n][2 + j] = -INFINITY;
+        RowRange range = range_of(params, w, n * 8 + 2 * t + j);
+        range.end = min(range.end, end);
+#pragma unroll
+        for (int s = 0; s < kTokenTiles; ++s) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int at = token + 16 * s + g + 8 * i;
+            if (at < range.begin || at >= range.end) p[s][n][2 * i + j] = -INFINITY;
+          }
+        }
       }
     }
   }
@@ -124,7 +152,9 @@ struct Tile {
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        high[n][j] = fmaxf(p[n][j], p[n][2 + j]);
+        high[n][j] = fmaxf(p[0][n][j], p[0][n][2 + j]);
+#pragma unroll
+        for (int s = 1; s < kTokenTiles; ++s) high[n][j] = fmaxf(high[n][j], fmaxf(p[s][n][j], p[s][n][2 + j]));
         grows = grows || high[n][j] > m[n][j];
       }
     }
@@ -150,11 +180,14 @@ struct Tile {
       }
     }
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
+    for (int s = 0; s < kTokenTiles; ++s) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = exp2_approx(p[n][i] - m[n][i & 1]);
-      l[n][0] += p[n][0] + p[n][2];
-      l[n][1] += p[n][1] + p[n][3];
+      for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[s][n][i] = exp2_approx(p[s][n][i] - m[n][i & 1]);
+        l[n][0] += p[s][n][0] + p[s][n][2];
+        l[n][1] += p[s][n][1] + p[s][n][3];
+      }
     }
   }
 
@@ -170,27 +203,38 @@ struct Tile {
     for (int n = 0; n < kRowTiles; ++n) mma(o[n][out_tile], a0, a1, a2, a3, low[n], high[n], T());
   }
 
-  /// [4] Adds 16 tokens' values.
+  /// [4] Adds a step's values.
   __device__ __forceinline__ void accumulate_values() {
-    std::uint32_t low[kRowTiles];
-    std::uint32_t high[kRowTiles];
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      low[n] = transpose_8x8(pack(p[n][0], p[n][1], T()));
-      high[n] = transpose_8x8(pack(p[n][2], p[n][3], T()));
-    }
+    for (int s = 0; s < kTokenTiles; ++s) {
+      std::uint32_t low[kRowTiles];
+      std::uint32_t high[kRowTiles];
 #pragma unroll
-    for (int part = 0; part < kPartsV; ++part) {
-      accumulate_pair(4 * part + 0, v[0][part].x, v[1][part].x, v[2][part].x, v[3][part].x, low, high);
-      accumulate_pair(4 * part + 1, v[0][part].y, v[1][part].y, v[2][part].y, v[3][part].y, low, high);
-      accumulate_pair(4 * part + 2, v[0][part].z, v[1][part].z, v[2][part].z, v[3][part].z, low, high);
-      accumulate_pair(4 * part + 3, v[0][part].w, v[1][part].w, v[2][part].w, v[3][part].w, low, high);
+      for (int n = 0; n < kRowTiles; ++n) {
+        low[n] = transpose_8x8(pack(p[s][n][0], p[s][n][1], T()));
+        high[n] = transpose_8x8(pack(p[s][n][2], p[s][n][3], T()));
+      }
+#pragma unroll
+      for (int part = 0; part < kPartsV; ++part) {
+        const uint4 a = v[s][0][part];
+        const uint4 b = v[s][1][part];
+        const uint4 c = v[s][2][part];
+        const uint4 d = v[s][3][part];
+        accumulate_pair(4 * part + 0, a.x, b.x, c.x, d.x, low, high);
+        accumulate_pair(4 * part + 1, a.y, b.y, c.y, d.y, low, high);
+        accumulate_pair(4 * part + 2, a.z, b.z, c.z, d.z, low, high);
+        accumulate_pair(4 * part + 3, a.w, b.w, c.w, d.w, low, high);
+      }
+      if constexpr (kHalfV) {
+        const uint2(&h)[4] = v_half[s];
+        accumulate_pair(4 * kPartsV + 0, h[0].x, h[1].x, h[2].x, h[3].x, low, high);
+        accumulate_pair(4 * kPartsV + 1, h[0].y, h[1].y, h[2].y, h[3].y, low, high);
+      }
+      if constexpr (kQuarterV) {
+        const std::uint32_t(&h)[4] = v_quarter[s];
+        accumulate_pair(kOutTiles - 1, h[0], h[1], h[2], h[3], low, high);
+      }
     }
-    if constexpr (kHalfV) {
-      accumulate_pair(4 * kPartsV + 0, v_half[0].x, v_half[1].x, v_half[2].x, v_half[3].x, low, high);
-      accumulate_pair(4 * kPartsV + 1, v_half[0].y, v_half[1].y, v_half[2].y, v_half[3].y, low, high);
-    }
-    if constexpr (kQuarterV) accumulate_pair(kOutTiles - 1, v_quarter[0], v_quarter[1], v_quarter[2], v_quarter[3], low, high);
   }
 
   // The first of the two neighbouring dims that out_tile's fragment holds for this lane.
@@ -218,67 +262,62 @@ struct Tile {
   }
 };
 
-template <typename T, int kDimQk, int kDimV, int kRowTiles, int kWarps>
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, Join kJoin, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_mma(const __grid_constant__ AttendParams params) {
-  const bool in_cluster = params.join == kJoinCluster;
-  if (in_cluster) cluster_arrive_relaxed();
+  if constexpr (kJoin == kJoinCluster) cluster_arrive_relaxed();
   launch_dependents();
-  const BlockWork w = find_work(params);
+  const BlockWork w = find_work<kJoin>(params);
   if (w.split >= w.num_splits) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
-  Tile<T, kDimQk, kDimV, kRowTiles> tile;
+  constexpr int kStep = kTokenTiles * kTileTokens;
+  Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles> tile;
   tile.g = static_cast<int>(threadIdx.x) % 32 / 4;
   tile.t = static_cast<int>(threadIdx.x) % 4;
   tile.k_base = static_cast<const T*>(params.k.data) + w.seq * params.k.seq + w.kv_head * params.k.head;
   tile.v_base = static_cast<const T*>(params.v.data) + w.seq * params.v.seq + w.kv_head * params.v.head;
-#pragma unroll
-  for (int n = 0; n < kRowTiles; ++n) {
-    tile.m[n][0] = tile.m[n][1] = kNoMax;
-    tile.l[n][0] = tile.l[n][1] = 0.0F;
-#pragma unroll
-    for (int i = 0; i < kDimV / 16; ++i) {
-      tile.o[n][i][0] = tile.o[n][i][1] = tile.o[n][i][2] = tile.o[n][i][3] = 0.0F;
-    }
-  }
 
-  // The warps take the block's tiles in turn. Loads of the first go out before anything else is waited for.
-  int at = w.tile_begin + warp;
-  int token = w.begin + at * kTileTokens;
-  bool has_tile = at < w.tile_end;
-  const bool early = params.earlier_kv_ready && token + kTileTokens <= w.kv_len - params.q_len;
-  if (has_tile && early) {
-    tile.load_keys(params, token, w.end);
-    tile.load_values(params, token, w.end);
+  // The warps take the block's steps in turn. Loads of the first go out before anything else is waited for.
+  int token = w.begin + w.tile_begin * kTileTokens + warp * kStep;
+  const int end = min(w.end, w.begin + w.tile_end * kTileTokens);
+  bool has_step = token < end;
+  const bool early = params.earlier_kv_ready && token + kStep <= w.kv_len - params.q_len;
+  if (!early) wait_for_preceding();
+  if (has_step) {
+    tile.load_keys(params, token, end);
+    tile.load_values(params, token, end);
   }
-  wait_for_preceding();
-  if (has_tile && !early) {
-    tile.load_keys(params, token, w.end);
-    tile.load_values(params, token, w.end);
-  }
+  touch_params(params);
+  if (early) wait_for_preceding();
   tile.load_row_tile(params, w);
-  __shared__ int shared_ticket;
-  if (threadIdx.x == 0) shared_ticket = take_ticket(params, w);
+  Ticket ticket;
+  if constexpr (kJoin == kJoinWorkspace) {
+    if (threadIdx.x == 0) ticket = take_ticket(params, w);
+  }
+  tile.clear();
 
   const bool rows_differ = params.q_len > 1 && (params.causal || params.window > 0);
-  while (has_tile) {
-    at += kWarps;
-    const int next = w.begin + at * kTileTokens;
-    const bool has_next = at < w.tile_end;
+  while (has_step) {
+    const int next = token + kWarps * kStep;
+    const bool has_next = next < end;
     tile.score_tokens(params.scale_log2);
-    if (has_next) tile.load_keys(params, next, w.end);
-    if (rows_differ || token + kTileTokens > w.end) tile.hide_tokens(params, w, token);
+    if (has_next) tile.load_keys(params, next, end);
+    if (rows_differ || token + kStep > end) tile.hide_tokens(params, w, token, end);
     tile.update_softmax();
     tile.accumulate_values();
-    if (has_next) tile.load_values(params, next, w.end);
+    if (has_next) tile.load_values(params, next, end);
     token = next;
-    has_tile = has_next;
+    has_step = has_next;
   }
 
   const MergeArea area = lay_out_area<kWarps>(params, w, kDimV);
   tile.store_partial(area, warp);
+  __shared__ int ticket_number;
+  if constexpr (kJoin == kJoinWorkspace) {
+    if (threadIdx.x == 0) ticket_number = show_ticket(params, w, ticket);
+  }
   __syncthreads();
-  merge_block<kWarps>(params, w, area, kDimV / 4, shared_ticket);
+  merge_block<kWarps, kJoin>(params, w, area, kDimV / 4, ticket_number);
 }
 
 }  // namespace kvonce::cuda

@@ -215,9 +215,8 @@ struct GenericTile {
 
 template <int kRows, int kParts, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_constant__ AttendParams params) {
-  if (params.join == kJoinCluster) cluster_arrive_relaxed();
   launch_dependents();
-  const BlockWork w = find_work(params);
+  const BlockWork w = find_work<kJoinWorkspace>(params);
   if (w.split >= w.num_splits) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   constexpr int kStep = GenericTile<kRows, kParts>::kTokens;
@@ -236,18 +235,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   const int end = min(w.end, w.begin + w.tile_end * kTileTokens);
   bool has_step = token < end;
   const bool early = params.earlier_kv_ready && token + kStep <= w.kv_len - params.q_len;
-  if (has_step && early) {
+  if (!early) wait_for_preceding();
+  if (has_step) {
     tile.load_keys(params, token, w.end);
     tile.load_values(params, token, w.end);
   }
-  wait_for_preceding();
-  if (has_step && !early) {
-    tile.load_keys(params, token, w.end);
-    tile.load_values(params, token, w.end);
-  }
+  touch_params(params);
+  if (early) wait_for_preceding();
   tile.load_row_tile(params, w);
-  __shared__ int shared_ticket;
-  if (threadIdx.x == 0) shared_ticket = take_ticket(params, w);
+  Ticket ticket;
+  if (threadIdx.x == 0) ticket = take_ticket(params, w);
 
   const RowRange range = range_of(params, w, min(tile.lane_row(), w.num_rows - 1));
   while (has_step) {
@@ -265,8 +262,10 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
 
   const MergeArea area = lay_out_area<kWarps>(params, w, params.head_dim_v);
   tile.store_partial(area, warp);
+  __shared__ int ticket_number;
+  if (threadIdx.x == 0) ticket_number = show_ticket(params, w, ticket);
   __syncthreads();
-  merge_block<kWarps>(params, w, area, params.head_dim_v / 4, shared_ticket);
+  merge_block<kWarps, kJoinWorkspace>(params, w, area, params.head_dim_v / 4, ticket_number);
 }
 
 }  // namespace kvonce::cuda

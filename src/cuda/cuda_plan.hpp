@@ -23,7 +23,6 @@ struct LaunchShape {
   std::int32_t row_blocks = 0;
   std::int32_t num_splits = 0;
   std::int32_t split_tokens = 0;
-  std::int32_t min_tiles = 1;
   std::int32_t join_blocks = 1;
   Join join = kJoinWorkspace;
 };

@@ -19,16 +19,43 @@ struct Partial {
   float l = 0.0F;
 };
 
-__device__ __forceinline__ void join(Partial& a, const float4& x, float m, float l) {
-  const float shift = fmaxf(a.m, m);
-  const float fa = exp2_approx(a.m - shift);
-  const float fb = exp2_approx(m - shift);
-  a.x.x = a.x.x * fa + x.x * fb;
-  a.x.y = a.x.y * fa + x.y * fb;
-  a.x.z = a.x.z * fa + x.z * fb;
-  a.x.w = a.x.w * fa + x.w * fb;
-  a.l = a.l * fa + l * fb;
+/// a gains n partials of the same element: one maximum first, then all weights at once.
+template <int kCount>
+__device__ __forceinline__ void join(Partial& a, const float4 (&x)[kCount], const float2 (&ml)[kCount], int n) {
+  float shift = a.m;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) shift = i < n ? fmaxf(shift, ml[i].x) : shift;
+  const float own = exp2_approx(a.m - shift);
+  a.x = {a.x.x * own, a.x.y * own, a.x.z * own, a.x.w * own};
+  a.l *= own;
   a.m = shift;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i >= n) continue;
+    const float f = exp2_approx(ml[i].x - shift);
+    a.x.x = fmaf(x[i].x, f, a.x.x);
+    a.x.y = fmaf(x[i].y, f, a.x.y);
+    a.x.z = fmaf(x[i].z, f, a.x.z);
+    a.x.w = fmaf(x[i].w, f, a.x.w);
+    a.l = fmaf(ml[i].y, f, a.l);
+  }
+}
+
+/// Joins what `lanes` neighbouring lanes (a power of two) gathered of one element; all of them get the result.
+__device__ __forceinline__ void join_lanes(Partial& a, int lanes) {
+  float shift = a.m;
+  for (int step = 1; step < lanes; step *= 2) shift = fmaxf(shift, __shfl_xor_sync(kAllLanes, shift, step));
+  const float f = exp2_approx(a.m - shift);
+  a.m = shift;
+  a.x = {a.x.x * f, a.x.y * f, a.x.z * f, a.x.w * f};
+  a.l *= f;
+  for (int step = 1; step < lanes; step *= 2) {
+    a.x.x += __shfl_xor_sync(kAllLanes, a.x.x, step);
+    a.x.y += __shfl_xor_sync(kAllLanes, a.x.y, step);
+    a.x.z += __shfl_xor_sync(kAllLanes, a.x.z, step);
+    a.x.w += __shfl_xor_sync(kAllLanes, a.x.w, step);
+    a.l += __shfl_xor_sync(kAllLanes, a.l, step);
+  }
 }
 
 /// Shared memory of a block. Within eight dims of a row the four pairs stand at pair ^ (row / 2 % 4), so that the
@@ -55,13 +82,26 @@ struct MergeArea {
   }
 };
 
-/// Takes this block's place in the order in which the blocks of its stream started; -1 in a workspace nobody prepared.
-__device__ __forceinline__ int take_ticket(const AttendParams& p, const BlockWork& w) {
-  if (p.join == kJoinCluster || w.num_splits == 1) return 0;
-  if (*reinterpret_cast<volatile std::uint32_t*>(p.header) != kPreparedWord) return -1;
-  const auto ticket = static_cast<int>(atomicAdd(p.tickets + w.stream, 1U));
-  if (ticket == w.num_splits - 1) p.tickets[w.stream] = 0;  // the last one: nobody else asks before the next call
+/// What thread 0 asks for at the start and needs at the end.
+struct Ticket {
+  std::uint32_t prepared = kPreparedWord;
+  int number = 0;
+};
+
+/// Takes this block's place in the order in which the blocks of its stream start. Nothing here waits for the answer.
+__device__ __forceinline__ Ticket take_ticket(const AttendParams& p, const BlockWork& w) {
+  Ticket ticket;
+  if (w.num_splits == 1) return ticket;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(ticket.prepared) : "l"(p.header));
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket.number) : "l"(p.tickets + w.stream));
   return ticket;
+}
+
+/// The ticket's number; -1 in a workspace that nobody prepared. The last block's leaves the counter as it was found.
+__device__ __forceinline__ int show_ticket(const AttendParams& p, const BlockWork& w, const Ticket& ticket) {
+  if (ticket.prepared != kPreparedWord) return -1;
+  if (w.num_splits > 1 && ticket.number == w.num_splits - 1) p.tickets[w.stream] = 0;
+  return ticket.number;
 }
 
 extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -72,9 +112,9 @@ __device__ __forceinline__ MergeArea lay_out_area(const AttendParams& p, const B
   area.rows = w.num_rows;
   area.dim_v = dim_v;
   area.x = reinterpret_cast<float*>(shared_bytes);
-  area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(kWarps, w.num_rows, dim_v, kWarps * 32));
-  area.received = reinterpret_cast<float4*>(area.ml + merge_ml_pairs(kWarps, w.num_rows, kWarps * 32));
-  area.received_ml = reinterpret_cast<float2*>(area.received + received_elements(p, w.num_rows, dim_v));
+  area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(kWarps, w.num_rows, dim_v));
+  area.received = reinterpret_cast<float4*>(area.ml + merge_ml_pairs(kWarps, w.num_rows));
+  area.received_ml = reinterpret_cast<float2*>(area.received + received_elements(p));
   return area;
 }
 
@@ -119,8 +159,12 @@ __device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w
   const int row = e / row_elements;
   const int dim = (e - row * row_elements) * 4;
   const RowPlace place = place_of(p, w, row);
-  if (p.sinks != nullptr) join(a, {0.0F, 0.0F, 0.0F, 0.0F}, p.sinks[place.head] * shared::kLog2e, 1.0F);
-  const float scale = a.l == 0.0F ? 0.0F : 1.0F / a.l;
+  if (p.sinks != nullptr) {
+    const float4 x[1] = {{0.0F, 0.0F, 0.0F, 0.0F}};
+    const float2 ml[1] = {make_float2(p.sinks[place.head] * shared::kLog2e, 1.0F)};
+    join(a, x, ml, 1);
+  }
+  const float scale = a.l == 0.0F ? 0.0F : __fdividef(1.0F, a.l);
   const std::int64_t at = w.seq * p.out_seq + place.head * p.out_head + place.query * p.out_token + dim;
   store_output(p.out, p.out_type, at, p.vector_out, {a.x.x * scale, a.x.y * scale, a.x.z * scale, a.x.w * scale});
   if (p.lse != nullptr && dim == 0) {
@@ -129,50 +173,20 @@ __device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w
   }
 }
 
-/// Joins the warps' partials of element e.
+/// Joins the warps' partials of an element.
 template <int kWarps>
 __device__ __forceinline__ Partial join_warps(const MergeArea& area, int row, int dim) {
+  float4 x[kWarps];
   float2 ml[kWarps];
-  float shift = kNoMax;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
+    x[warp] = area.load4(warp, row, dim);
     ml[warp] = area.ml[warp * area.rows + row];
-    shift = fmaxf(shift, ml[warp].x);
   }
   Partial a;
-  a.m = shift;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    const float4 x = area.load4(warp, row, dim);
-    const float f = exp2_approx(ml[warp].x - shift);
-    a.x.x += x.x * f;
-    a.x.y += x.y * f;
-    a.x.z += x.z * f;
-    a.x.w += x.w * f;
-    a.l += ml[warp].y * f;
-  }
+  join(a, x, ml, kWarps);
   return a;
 }
-
-/// Joins, across the groups of `width` threads of the block, what each thread gathered of its element, and finishes it.
-/// Thread i holds element slice_begin + i % width.
-template <int kThreads>
-__device__ __forceinline__ void finish_slice(const AttendParams& p, const BlockWork& w, float4* scratch,
-                                             float2* scratch_ml, int width, int slice_begin, int slice_elements,
-                                             int row_elements, const Partial& mine) {
-  __syncthreads();
-  scratch[threadIdx.x] = mine.x;
-  scratch_ml[threadIdx.x] = make_float2(mine.m, mine.l);
-  __syncthreads();
-  const int i = static_cast<int>(threadIdx.x);
-  if (i >= slice_elements) return;
-  Partial a;
-  for (int at = i; at < kThreads; at += width) join(a, scratch[at], scratch_ml[at].x, scratch_ml[at].y);
-  finish(p, w, slice_begin + i, row_elements, a);
-}
-
-/// The smallest power of two that is at least n.
-__device__ __forceinline__ int pow2_at_least(int n) { return n <= 1 ? 1 : 1 << (32 - __clz(n - 1)); }
 
 /// One cluster holds the whole stream: every block sends each other block the elements of its slice, then finishes its own.
 template <int kWarps>
@@ -180,14 +194,13 @@ __device__ __forceinline__ void join_cluster(const AttendParams& p, const BlockW
                                              int row_elements) {
   constexpr int kThreads = kWarps * 32;
   const int elements = w.num_rows * row_elements;
-  const int blocks = p.num_splits;
-  const int slice = (elements + blocks - 1) / blocks;
+  const int slice = 1 << p.slice_log2;
   cluster_wait();  // every block of the cluster has started
   for (int e = static_cast<int>(threadIdx.x); e < elements; e += kThreads) {
     const int row = e / row_elements;
     const Partial a = join_warps<kWarps>(area, row, (e - row * row_elements) * 4);
-    const int owner = e / slice;
-    const int at = w.split * slice + e - owner * slice;
+    const int owner = e >> p.slice_log2;
+    const int at = w.split * slice + (e & (slice - 1));
     cluster_store(cluster_address(area.received + at, owner), a.x);
     cluster_store(cluster_address(area.received_ml + at, owner), make_float2(a.m, a.l));
   }
@@ -195,39 +208,45 @@ __device__ __forceinline__ void join_cluster(const AttendParams& p, const BlockW
   cluster_wait();
   const int begin = w.split * slice;
   const int mine = min(slice, elements - begin);
-  // Every element is gathered by `lanes` neighbours of a warp, each in turn over the blocks.
-  constexpr int lanes = 4;
-  for (int at = static_cast<int>(threadIdx.x) / lanes; at - static_cast<int>(threadIdx.x) / lanes < mine;
-       at += kThreads / lanes) {
+  // Every element is gathered by `lanes` neighbours, each in turn over the blocks.
+  constexpr int lanes = 8;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  for (int from = 0; from < mine; from += kThreads / lanes) {
+    const int at = from + static_cast<int>(threadIdx.x) / lanes;
     Partial a;
     if (at < mine) {
-      for (int block = static_cast<int>(threadIdx.x) % lanes; block < blocks; block += lanes) {
-        const float2 ml = area.received_ml[block * slice + at];
-        join(a, area.received[block * slice + at], ml.x, ml.y);
-      }
-    }
+      constexpr int kAtOnce = 2;  // of up to 16 blocks
+      float4 x[kAtOnce];
+      float2 ml[kAtOnce];
+      int n = 0;
 #pragma unroll
-    for (int step = 1; step < lanes; step *= 2) {
-      const float4 x = {__shfl_xor_sync(kAllLanes, a.x.x, step), __shfl_xor_sync(kAllLanes, a.x.y, step),
-                        __shfl_xor_sync(kAllLanes, a.x.z, step), __shfl_xor_sync(kAllLanes, a.x.w, step)};
-      const float m = __shfl_xor_sync(kAllLanes, a.m, step);
-      const float l = __shfl_xor_sync(kAllLanes, a.l, step);
-      join(a, x, m, l);
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (lane + i * lanes < p.num_splits) {
+          x[i] = area.received[(lane + i * lanes) * slice + at];
+          ml[i] = area.received_ml[(lane + i * lanes) * slice + at];
+          n = i + 1;
+        }
+      }
+      join(a, x, ml, n);
     }
-    if (at < mine && threadIdx.x % lanes == 0) finish(p, w, begin + at, row_elements, a);
+    join_lanes(a, lanes);
+    if (at < mine && lane == 0) finish(p, w, begin + at, row_elements, a);
   }
 }
 
-/// Blocks of a stream write their partials to the workspace. The `join_blocks` that took the last tickets wait for the
-/// others and join a slice each. Whoever holds an earlier ticket is running already, so waiting keeps nobody from a place.
+/// Blocks of a stream write their partials to the workspace. Those that took the last tickets wait for the others and join
+/// a slice each. Whoever holds an earlier ticket is running already, so waiting keeps nobody from a place on the device.
 template <int kWarps>
 __device__ __forceinline__ void join_workspace(const AttendParams& p, const BlockWork& w, const MergeArea& area,
                                                int row_elements, int ticket) {
   constexpr int kThreads = kWarps * 32;
   const int elements = w.num_rows * row_elements;
-  const int joiners = min(min(p.join_blocks, w.num_splits), elements);
-  const int slice = (elements + joiners - 1) / joiners;
-  const int capacity = p.rows_per_block * row_elements;  // elements of a split's place in the workspace
+  int slice_log2 = p.slice_log2;
+  while ((elements - 1) >> slice_log2 >= w.num_splits) ++slice_log2;
+  const int slice = 1 << slice_log2;
+  const int joiners = ((elements - 1) >> slice_log2) + 1;
+  // Offsets within a stream's part of the workspace fit 32 bits: make_plan refuses larger ones.
+  const int capacity = p.rows_per_block * row_elements;  // elements of a split's place
   auto* const partials = reinterpret_cast<float4*>(p.partial_o) + w.stream * p.num_splits * capacity;
   float2* const all_ml = p.partial_ml + w.stream * p.join_blocks * p.num_splits * p.slice_rows;
   for (int e = static_cast<int>(threadIdx.x); e < elements; e += kThreads) {
@@ -235,10 +254,10 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
     const int column = e - row * row_elements;
     Partial a = join_warps<kWarps>(area, row, column * 4);
     a.x = {without_empty_word(a.x.x), without_empty_word(a.x.y), without_empty_word(a.x.z), without_empty_word(a.x.w)};
-    store_words(partials + static_cast<std::int64_t>(w.split) * capacity + e, a.x);
-    const int owner = e / slice;
-    if (column == 0 || e == owner * slice) {
-      const int at = (owner * p.num_splits + w.split) * p.slice_rows + row - owner * slice / row_elements;
+    store_words(partials + w.split * capacity + e, a.x);
+    const int owner = e >> slice_log2;
+    if (column == 0 || (e & (slice - 1)) == 0) {
+      const int at = (owner * p.num_splits + w.split) * p.slice_rows + row - (owner << slice_log2) / row_elements;
       store_words(all_ml + at, make_float2(without_empty_word(a.m), without_empty_word(a.l)));
     }
   }
@@ -246,79 +265,72 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
   if (joiner < 0) return;
   const int begin = joiner * slice;
   const int mine = min(slice, elements - begin);
-  if (mine <= 0) return;
-  float2* const ml = all_ml + static_cast<std::int64_t>(joiner) * p.num_splits * p.slice_rows;
+  float2* const ml = all_ml + joiner * p.num_splits * p.slice_rows;
   const int first_row = begin / row_elements;
-  const int width = min(kThreads, pow2_at_least(mine));
-  const int group = static_cast<int>(threadIdx.x) / width;
-  const int groups = kThreads / width;
   const float empty = __uint_as_float(kEmptyWord);
-  for (int from = 0; from < mine; from += width) {
-    const int i = from + static_cast<int>(threadIdx.x) % width;
-    const bool has_element = i < mine;
+  // Every element is gathered by `lanes` neighbours, each in turn over the splits.
+  constexpr int lanes = 16;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  for (int from = 0; from < mine; from += kThreads / lanes) {
+    const int at = from + static_cast<int>(threadIdx.x) / lanes;
     Partial a;
-    if (has_element) {
-      const int row = (begin + i) / row_elements - first_row;
+    if (at < mine) {
+      float4* const element = partials + begin + at;
+      float2* const element_ml = ml + ((begin + at) / row_elements - first_row);
       constexpr int kAtOnce = 4;  // loads in flight
-      for (int split = group; split < w.num_splits; split += kAtOnce * groups) {
+      for (int split = lane; split < w.num_splits; split += kAtOnce * lanes) {
+        const int n = (w.num_splits - split + lanes - 1) / lanes;
         float4 x[kAtOnce];
         float2 y[kAtOnce];
         bool full = false;
         while (!full) {
-          full = true;
 #pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            const int s = split + j * groups;
-            if (s < w.num_splits) {
-              x[j] = load_words(partials + static_cast<std::int64_t>(s) * capacity + begin + i);
-              y[j] = load_words(ml + s * p.slice_rows + row);
+          for (int i = 0; i < kAtOnce; ++i) {
+            if (i < n) {
+              x[i] = load_words(element + (split + i * lanes) * capacity);
+              y[i] = load_words(element_ml + (split + i * lanes) * p.slice_rows);
             }
           }
+          full = true;
 #pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            if (split + j * groups < w.num_splits) full = full && is_full(x[j]) && is_full(y[j]);
+          for (int i = 0; i < kAtOnce; ++i) {
+            if (i < n) full = full && is_full(x[i]) && is_full(y[i]);
           }
         }
+        // Read: the place is empty again for the next call.
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (split + j * groups < w.num_splits) join(a, x[j], y[j].x, y[j].y);
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (i < n) store_words(element + (split + i * lanes) * capacity, {empty, empty, empty, empty});
         }
+        join(a, x, y, n);
       }
     }
-    finish_slice<kThreads>(p, w, reinterpret_cast<float4*>(area.x), area.ml, width, begin + from, min(width, mine - from),
-                           row_elements, a);
-    // Everyone has read: the place is empty again for the next call.
-    if (has_element) {
-      for (int s = group; s < w.num_splits; s += groups) {
-        store_words(partials + static_cast<std::int64_t>(s) * capacity + begin + i, {empty, empty, empty, empty});
-      }
-    }
+    join_lanes(a, lanes);
+    if (at < mine && lane == 0) finish(p, w, begin + at, row_elements, a);
   }
+  // A row's maximum and sum were read by several elements: their places are emptied when all have.
+  __syncthreads();
   const int rows = (begin + mine - 1) / row_elements - first_row + 1;
   for (int i = static_cast<int>(threadIdx.x); i < w.num_splits * rows; i += kThreads) {
     store_words(ml + i / rows * p.slice_rows + i % rows, make_float2(empty, empty));
   }
 }
 
-/// All warps' partials are in `area` (after a __syncthreads()).
-template <int kWarps>
+/// Joins the warps' partials, which are in `area`, then those of the stream's blocks.
+template <int kWarps, Join kJoin>
 __device__ __forceinline__ void merge_block(const AttendParams& p, const BlockWork& w, const MergeArea& area,
                                             int row_elements, int ticket) {
-  if (ticket < 0) {
-    const float nan = __uint_as_float(0x7fffffffU);
-    for (int e = static_cast<int>(threadIdx.x); e < w.num_rows * row_elements; e += kWarps * 32) {
-      finish(p, w, e, row_elements, {{nan, nan, nan, nan}, 0.0F, nan});
-    }
-  } else if (p.join == kJoinCluster) {
+  if constexpr (kJoin == kJoinCluster) {
     join_cluster<kWarps>(p, w, area, row_elements);
-  } else if (w.num_splits == 1) {
-    const int elements = w.num_rows * row_elements;
-    for (int e = static_cast<int>(threadIdx.x); e < elements; e += kWarps * 32) {
-      const int row = e / row_elements;
-      finish(p, w, e, row_elements, join_warps<kWarps>(area, row, (e - row * row_elements) * 4));
-    }
-  } else {
+  } else if (w.num_splits > 1 && ticket >= 0) {
     join_workspace<kWarps>(p, w, area, row_elements, ticket);
+  } else {
+    for (int e = static_cast<int>(threadIdx.x); e < w.num_rows * row_elements; e += kWarps * 32) {
+      const int row = e / row_elements;
+      Partial a = join_warps<kWarps>(area, row, (e - row * row_elements) * 4);
+      if (ticket < 0) a.l = __uint_as_float(0x7fffffffU);  // a workspace that nobody prepared: NaN
+      finish(p, w, e, row_elements, a);
+    }
   }
 }
 

@@ -14,12 +14,12 @@
 
 namespace kvonce::cuda {
 
-const void* mma_kernel_bf16(int head_dim_qk, int head_dim_v, int row_tiles);
-const void* mma_kernel_f16(int head_dim_qk, int head_dim_v, int row_tiles);
+const void* mma_kernel_bf16(Join join, int head_dim_qk, int head_dim_v, int row_tiles);
+const void* mma_kernel_f16(Join join, int head_dim_qk, int head_dim_v, int row_tiles);
 
-const void* mma_kernel(Element type, int head_dim_qk, int head_dim_v, int row_tiles) {
-  return type == kBf16 ? mma_kernel_bf16(head_dim_qk, head_dim_v, row_tiles)
-                       : mma_kernel_f16(head_dim_qk, head_dim_v, row_tiles);
+const void* mma_kernel(Element type, Join join, int head_dim_qk, int head_dim_v, int row_tiles) {
+  return type == kBf16 ? mma_kernel_bf16(join, head_dim_qk, head_dim_v, row_tiles)
+                       : mma_kernel_f16(join, head_dim_qk, head_dim_v, row_tiles);
 }
 
 namespace {
@@ -142,9 +142,21 @@ void apply(const LaunchShape& shape, AttendParams& a) {
   a.row_blocks = shape.row_blocks;
   a.num_splits = shape.num_splits;
   a.split_tokens = shape.split_tokens;
-  a.min_tiles = shape.min_tiles;
+  a.splits_magic = divide_magic(shape.num_splits);
   a.join_blocks = shape.join_blocks;
   a.slice_rows = shape.rows_per_block;
+  // Slices are powers of two: as many as the blocks that join, or fewer.
+  const int joiners = shape.join == kJoinCluster ? shape.num_splits : shape.join_blocks;
+  const int elements = shape.rows_per_block * a.head_dim_v / 4;
+  while (((elements - 1) >> a.slice_log2) >= joiners) ++a.slice_log2;
+  a.share_tiles = -1;
+  if (a.kv_lens == nullptr && a.kv_starts == nullptr && a.window == 0 && shape.split_tokens == 0) {
+    const std::int32_t tiles = static_cast<std::int32_t>((static_cast<std::int64_t>(a.max_kv_len) + 15) / 16);
+    const bool all = shape.join == kJoinCluster || tiles / shape.num_splits >= kMinTiles;
+    a.share_splits = all ? shape.num_splits : std::max(1, tiles / kMinTiles);
+    a.share_tiles = tiles / a.share_splits;
+    a.share_rest = tiles % a.share_splits;
+  }
   a.join = shape.join;
 }
 
@@ -201,7 +213,7 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
   const bool aligned = is_aligned(a.q, a.q_type, 16) && is_aligned(a.k, a.k_type, 16) && is_aligned(a.v, a.v_type, 16);
   if (plan.mma.exists && aligned) {
     apply(plan.mma, a);
-    launch(data, mma_kernel(a.k_type, a.head_dim_qk, a.head_dim_v, a.rows_per_block > kMmaRows ? 2 : 1), a, stream);
+    launch(data, mma_kernel(a.k_type, a.join, a.head_dim_qk, a.head_dim_v, a.rows_per_block > kMmaRows ? 2 : 1), a, stream);
   } else {
     apply(plan.generic, a);
     launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), a, stream);

@@ -25,33 +25,30 @@ struct BlockWork {
   int tile_end;
 };
 
-__device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
-  BlockWork w;
-  w.seq = p.seq_begin + static_cast<int>(blockIdx.z);
-  w.split = static_cast<int>(blockIdx.x);
-  w.kv_head = static_cast<int>(blockIdx.y);
-  int row_block = 0;
-  if (p.row_blocks > 1) {
-    w.kv_head = static_cast<int>(blockIdx.y) / p.row_blocks;
-    row_block = static_cast<int>(blockIdx.y) % p.row_blocks;
-  }
-  w.row_begin = row_block * p.rows_per_block;
-  w.num_rows = min(p.rows_per_block, p.rows - w.row_begin);
-  w.stream = (static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head) * p.row_blocks + row_block;
+__device__ __forceinline__ int divide(int n, int divisor, std::uint32_t magic) {
+  if (divisor == 1) return n;
+  const int quotient = static_cast<int>(__umulhi(static_cast<std::uint32_t>(n), magic));  // at most one too large
+  return quotient * static_cast<std::int64_t>(divisor) > n ? quotient - 1 : quotient;
+}
 
-  w.kv_len = p.max_kv_len;
+// Lengths from memory, ranges from the mask.
+template <Join kJoin>
+__device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) {
   if (p.kv_lens != nullptr) {
     w.kv_len = p.kv_lens[w.seq];
     if (w.kv_len < 0 || w.kv_len > p.max_kv_len) {
       w.kv_len = w.kv_len < 0 ? 0 : p.max_kv_len;
       if (threadIdx.x == 0) p.header[1] = 1;
     }
+    w.end = w.kv_len;
   }
   w.kv_start = p.kv_starts == nullptr ? 0 : min(max(p.kv_starts[w.seq], 0), w.kv_len);
   // The oldest row sees the earliest keys, the newest row the latest.
-  w.begin = static_cast<int>(shared::visible_range(0, p.q_len, w.kv_len, w.kv_start, p.causal, p.window).begin);
-  w.begin = min(w.begin, w.kv_len);
-  w.end = w.kv_len;
+  w.begin = w.kv_start;
+  if (p.window > 0) {
+    w.begin = static_cast<int>(shared::visible_range(0, p.q_len, w.kv_len, w.kv_start, p.causal, p.window).begin);
+    w.begin = min(w.begin, w.kv_len);
+  }
 
   const int tiles = (w.end - w.begin + kTileTokens - 1) / kTileTokens;
   if (p.split_tokens > 0) {
@@ -59,14 +56,53 @@ __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
     w.num_splits = max(1, (tiles + split_tiles - 1) / split_tiles);
     w.tile_begin = min(tiles, w.split * split_tiles);
     w.tile_end = min(tiles, w.tile_begin + split_tiles);
+    return;
+  }
+  // A short range takes fewer blocks; a cluster always takes all of its own.
+  w.num_splits = p.num_splits;
+  int share = divide(tiles, p.num_splits, p.splits_magic);
+  if (share < kMinTiles && kJoin != kJoinCluster) {
+    w.num_splits = max(1, tiles / kMinTiles);
+    share = tiles / w.num_splits;
+  }
+  const int rest = tiles - share * w.num_splits;
+  w.tile_begin = w.split * share + min(w.split, rest);
+  w.tile_end = w.tile_begin + share + (w.split < rest ? 1 : 0);
+}
+
+template <Join kJoin>
+__device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
+  BlockWork w;
+  w.seq = p.seq_begin + static_cast<int>(blockIdx.z);
+  w.split = static_cast<int>(blockIdx.x);
+  w.kv_head = static_cast<int>(blockIdx.y);
+  w.row_begin = 0;
+  w.num_rows = p.rows;
+  w.stream = static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head;
+  if (p.row_blocks > 1) {
+    const int row_block = static_cast<int>(blockIdx.y) % p.row_blocks;
+    w.kv_head = static_cast<int>(blockIdx.y) / p.row_blocks;
+    w.row_begin = row_block * p.rows_per_block;
+    w.num_rows = min(p.rows_per_block, p.rows - w.row_begin);
+    w.stream = (static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head) * p.row_blocks + row_block;
+  }
+  w.kv_len = p.max_kv_len;
+  w.kv_start = 0;
+  w.begin = 0;
+  w.end = w.kv_len;
+  if (p.share_tiles >= 0) {
+    w.num_splits = p.share_splits;
+    w.tile_begin = w.split * p.share_tiles + min(w.split, p.share_rest);
+    w.tile_end = w.tile_begin + p.share_tiles + (w.split < p.share_rest ? 1 : 0);
   } else {
-    w.num_splits = p.join == kJoinCluster ? p.num_splits : max(1, min(p.num_splits, tiles / p.min_tiles));
-    const int share = tiles / w.num_splits;
-    const int rest = tiles % w.num_splits;
-    w.tile_begin = w.split * share + min(w.split, rest);
-    w.tile_end = w.tile_begin + share + (w.split < rest ? 1 : 0);
+    find_range<kJoin>(p, w);
   }
   return w;
+}
+
+/// Brings the rest of the parameters near: under load, their first use at the end would wait for memory.
+__device__ __forceinline__ void touch_params(const AttendParams& p) {
+  asm volatile("" ::"l"(p.q.data), "r"(p.head_dim_qk), "l"(p.tickets), "l"(p.out), "l"(p.lse_seq), "l"(p.lse_token));
 }
 
 /// The query head and query token of a row of the KV stream.
