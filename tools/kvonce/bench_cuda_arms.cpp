@@ -266,6 +266,9 @@ Inputs CudaCase::inputs(std::int64_t set) const {
 
 void require_servable(std::string_view name, const Problem& problem, const Device& device, const PlanOptions& options) {
   if (name == "per_head") (void)bench::cuda::PerHead(problem);
+  if (name == "qmv" && bench::cuda::qmv_rows(lay_out_case(problem, 0).kv_bytes()) == 0) {
+    throw Error(ErrorCode::Unsupported, "arm qmv: needs at least 16 bytes of K and V; leave it out with --arms kvonce");
+  }
   if (name != "kvonce" && name != "floor") return;
   (void)make_plan(problem, device, options);
   constexpr std::int64_t kMaxGridY = 65535;
