@@ -209,7 +209,9 @@ bench::cuda::FloorShape floor_shape(const CaseData& data, const Plan& plan) {
   bench::cuda::FloorShape shape;
   shape.num_streams = problem.num_seqs * problem.num_kv_heads;
   shape.splits = plan.policy().splits;
-  shape.join_blocks = plan.policy().join_blocks;
+  const std::int64_t places = plan.device().num_sms / 2;
+  shape.join_blocks =
+      std::clamp<std::int64_t>(plan.policy().join_blocks, 1, std::max<std::int64_t>(1, places / shape.num_streams));
   shape.elements = std::max<std::int64_t>(1, problem.rows_per_stream() * problem.dim_v() / 4);
   shape.cluster = plan.policy().cluster == 1 && shape.elements * 16 <= kMostShared;
   shape.stream_vectors = data.kv_bytes() / shape.num_streams / 16;

@@ -6,8 +6,8 @@
 //   cluster: the blocks of a stream read each other's partials from distributed shared memory, a slice of the output each
 //   else:    partials go to the workspace; the `join_blocks` blocks that finished last wait for each other and join a slice
 //            each. Tickets count on from call to call, `splits` per call, so nothing is reset.
-// Waiting cannot block: a block takes its ticket when it has finished, so at most join_blocks - 1 per stream wait, and
-//   run_floor() keeps these few enough for every other block to have a place.
+// Waiting cannot block: a block takes its ticket when it has finished, so at most join_blocks - 1 per stream wait, which
+//   FloorShape keeps below the number of multiprocessors: every other block finds a place.
 // Check: every word of a block's partials is in [1, 2), so every word of out is in [splits, 2 * splits).
 #include <cooperative_groups.h>
 
@@ -22,8 +22,7 @@ namespace kvonce::bench::cuda {
 namespace {
 
 constexpr int kLoads = 8;
-constexpr int kTicketStride = 32;         // words: a cache line per stream
-constexpr std::int64_t kMaxWaiting = 64;  // blocks of the whole grid that join
+constexpr int kTicketStride = 32;  // words: a cache line per stream
 
 struct FloorParams {
   const uint4* data;  // [num_streams, stream_vectors]
@@ -181,8 +180,7 @@ void run_floor(const FloorShape& shape, const void* data, void* out, void* works
   p.stream_vectors = shape.stream_vectors;
   p.splits = static_cast<int>(shape.splits);
   p.elements = static_cast<int>(shape.elements);
-  const std::int64_t most = std::max<std::int64_t>(1, kMaxWaiting / shape.num_streams);
-  p.join_blocks = static_cast<int>(std::min({shape.join_blocks, shape.splits, shape.elements, most}));
+  p.join_blocks = static_cast<int>(std::min({shape.join_blocks, shape.splits, shape.elements}));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.splits), static_cast<unsigned>(shape.num_streams));
   config.stream = stream;

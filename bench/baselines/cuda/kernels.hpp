@@ -57,7 +57,7 @@ class PerHead {
 struct FloorShape {
   std::int64_t num_streams = 1;     // num_seqs * num_kv_heads
   std::int64_t splits = 1;          // blocks per stream
-  std::int64_t join_blocks = 1;     // of these, those that join
+  std::int64_t join_blocks = 1;     // of these, those that join: num_streams * (join_blocks - 1) < multiprocessors
   bool cluster = false;             // the blocks of a stream are one cluster
   std::int64_t elements = 1;        // float4 per stream in out and in every partial: rows * head_dim_v / 4
   std::int64_t stream_vectors = 0;  // 16-byte words per stream
