@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Markdown tables from `kvonce bench --out FILE` results.
 
-usage: bench/table.py [--arms | --peers] FILE...
+usage: bench/table.py [--arms | --times | --peers] FILE...
 
 Default: one row per case, one column per file, kvonce's ratio_to_roof (and its GB/s).
 --arms:  one row per case of one file, GB/s of every arm and kvonce's speed-up over per_head.
+--times: one row per case of each file, microseconds of every arm and kvonce's time over that of read and of floor: for CUDA.
 --peers: for results of bench/peers: one row per case of each file, GB/s of read and kvonce, then for each peer its GB/s
          and how many times as fast kvonce is; bold where that is short of the goal.
 """
@@ -22,6 +23,12 @@ def load(path):
     return result["device"], cases
 
 
+def describe(device):
+    if "cuda_target" in device:
+        return f"{device['name']}, {device['cuda_target']}, {device['num_sms']} SMs"
+    return f"{device['name']}, {device['cpu_target']}, {device['threads']} threads"
+
+
 def print_row(cells):
     print("| " + " | ".join(cells) + " |")
 
@@ -36,12 +43,29 @@ def print_arms(path):
                   [f"**{arms['kvonce']['gbps']:.1f}**", f"{speed_up:.2f}x", f"{arms['kvonce']['ratio_to_roof']:.2f}"])
 
 
+def print_times(path):
+    device, cases = load(path)
+    dtype = next(iter(next(iter(cases.values())).values()))["kv_dtype"]
+    names = [arm for arm in ("read", "floor", "kvonce", "per_head", "qmv") if any(arm in arms for arms in cases.values())]
+    print(f"{describe(device)}, {dtype}, us\n")
+    print_row(["geometry", "kv_len"] + names + ["kvonce / read", "kvonce / floor"])
+    print("|---|---" + "|---:" * (len(names) + 2) + "|")
+    for (name, kv_len), arms in cases.items():
+        cells = [f"{arms[arm]['us_median']:.2f}" if arm in arms else "-" for arm in names]
+        for other in ("read", "floor"):
+            both = other in arms and "kvonce" in arms
+            cells.append(f"{arms['kvonce']['us_median'] / arms[other]['us_median']:.2f}" if both else "-")
+        print_row([name, str(kv_len)] + cells)
+    print()
+
+
 def print_ratios(paths):
     loaded = [load(path) for path in paths]
     heads = []
     for device, cases in loaded:
         dtype = next(iter(cases.values()))["kvonce"]["kv_dtype"]
-        heads.append(f"{device['cpu_target']} {dtype} x{device['threads']}")
+        heads.append(f"{device['cuda_target']} {dtype}" if "cuda_target" in device
+                     else f"{device['cpu_target']} {dtype} x{device['threads']}")
     print_row(["geometry", "kv_len"] + heads)
     print("|---|---" + "|---:" * len(loaded) + "|")
     for name, kv_len in loaded[0][1]:
@@ -89,12 +113,16 @@ def print_peers(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", action="store_true", help="GB/s of every arm of one result")
+    parser.add_argument("--times", action="store_true", help="microseconds of every arm, for CUDA")
     parser.add_argument("--peers", action="store_true", help="kvonce beside other libraries")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args()
     if options.peers:
         for path in options.files:
             print_peers(path)
+    elif options.times:
+        for path in options.files:
+            print_times(path)
     elif options.arms:
         for path in options.files:
             print_arms(path)

@@ -19,6 +19,7 @@ LAYER_OF_PREFIX = [
     ("src/scaleout/", "scaleout"),
     ("src/kvonce.cpp", "registry"),
     ("src/c_abi.cpp", "c_abi"),
+    ("bench/baselines/cuda/", "baselines_cuda"),
     ("bench/baselines/", "baselines"),
     ("bench/", "bench"),
     ("tools/", "tools"),
@@ -46,7 +47,8 @@ ALLOWED = {
     "bench": {"include", "shared", "core", "baselines"},
     # The per-head baseline uses kvonce's own vectors and threads, so that only the order of reads differs.
     "baselines": {"include", "shared", "core", "bench", "cpu_simd", "cpu_pool"},
-    "tools": {"include", "shared", "core", "bench", "baselines"},  # the command measures the baselines
+    "baselines_cuda": {"include", "shared"},
+    "tools": {"include", "shared", "core", "bench", "baselines", "baselines_cuda"},  # the command measures the baselines
     "tests": {"include", "shared", "core", "tools"},  # the conformance library is part of the command
     "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
     "consumer": {"include"},

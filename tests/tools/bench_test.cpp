@@ -6,11 +6,15 @@
 #include <cstring>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/reference.hpp"
 #include "kvonce/bench_arms.hpp"  // brings the baselines
 #include "kvonce/bench_buffer.hpp"
+#include "kvonce/bench_cases.hpp"
+#include "kvonce/bench_rows.hpp"
+#include "kvonce/bench_timing.hpp"
 #include "kvonce/kvonce.hpp"
 #include "kvonce/report.hpp"
 #include "shared/numeric.h"
@@ -259,6 +263,69 @@ TEST(BenchReportTest, SvgEscapesTheProcessorsName) {
   const std::string svg = render_svg(report);
   EXPECT_NE(svg.find("a&lt;b&gt;&amp;&quot;c&quot; "), std::string::npos);
   EXPECT_EQ(svg.find('\x01'), std::string::npos);
+}
+
+// A report as a CUDA run makes it, from made-up times.
+BenchReport cuda_report() {
+  BenchReport report;
+  report.device.backend = Backend::cuda;
+  report.device.name = "gpu";
+  report.device.target = "sm_90";
+  report.device.num_sms = 132;
+  const CaseSpec spec = parse_case("32q/4kv d128 kv=2048 dtype=bf16");
+  const CaseData data = lay_out_case(timed_problem(spec, KvFormat::bf16, Backend::cuda), 0);
+  const std::pair<const char*, double> times[] = {{"kvonce", 4.5}, {"per_head", 20.0}, {"read", 2.5}, {"floor", 4.0}};
+  for (const auto& [arm, us] : times) {
+    report.rows.push_back(make_row(spec, data, Backend::cuda, {arm, arm, 1}, {us - 1.0, us, us + 2.0}));
+  }
+  finish_rows(report, 0, 0.0, "read_1x512x8");
+  return report;
+}
+
+TEST(BenchReportTest, CudaRowsHaveTheReadAsTheirRoof) {
+  const BenchReport report = cuda_report();
+  const nlohmann::ordered_json json = to_json(report);
+  EXPECT_EQ(json["device"]["cuda_target"], "sm_90");
+  EXPECT_EQ(json["device"]["num_sms"], 132);
+  EXPECT_EQ(json["device"]["read_loop"], "read_1x512x8");
+  EXPECT_FALSE(json["device"].contains("cpu_target"));
+  const auto& row = json["rows"][0];
+  EXPECT_EQ(row["backend"], "cuda");
+  EXPECT_EQ(row["kv_bytes"], 4 << 20);
+  EXPECT_EQ(row["us_median"], 4.5);
+  EXPECT_EQ(row["us_min"], 3.5);
+  EXPECT_EQ(row["ratio_to_read"], 2.5 / 4.5);
+  EXPECT_EQ(row["ratio_to_roof"], row["ratio_to_read"]);
+  EXPECT_EQ(row["roof_us"], 2.5);
+  EXPECT_TRUE(row["rel_rms_error"].is_null());
+}
+
+TEST(BenchReportTest, CudaTablesShowMicroseconds) {
+  const BenchReport report = cuda_report();
+  const std::string compact = render_compact(report);
+  EXPECT_NE(compact.find("gpu | sm_90 | 132 SMs"), std::string::npos) << compact;
+  EXPECT_NE(compact.find("    4.50    20.00     2.50     4.00"), std::string::npos) << compact;
+  EXPECT_NE(compact.find("0.56     4.44x"), std::string::npos) << compact;
+  EXPECT_NE(render(report, Format::md).find("| 4.50"), std::string::npos);
+  const std::string svg = render_svg(report);
+  EXPECT_NE(svg.find("gpu, sm_90, 132 SMs"), std::string::npos);
+  EXPECT_NE(svg.find(">floor<"), std::string::npos);
+  EXPECT_EQ(svg.find(">qmv<"), std::string::npos);  // not among the arms
+}
+
+TEST(BenchCasesTest, CudaCoversTheSeedsGeometriesUpTo131072Tokens) {
+  const std::vector<CaseSpec> cases = choose_cases("", {}, Backend::cuda);
+  EXPECT_EQ(cases.size(), 20U);
+  for (const CaseSpec& seed : choose_cases("", {})) {
+    EXPECT_NE(std::find(cases.begin(), cases.end(), seed), cases.end()) << to_string(seed);
+  }
+  EXPECT_EQ(std::count_if(cases.begin(), cases.end(), [](const CaseSpec& c) { return c.kv_len == 131072; }), 5);
+}
+
+TEST(BenchArmsTest, CudaStoresTheResultLikeTheQuery) {
+  const CaseSpec spec = parse_case("32q/4kv d128 kv=64");
+  EXPECT_EQ(timed_problem(spec, KvFormat::bf16, Backend::cuda).out_dtype, DType::bf16);
+  EXPECT_EQ(timed_problem(spec, KvFormat::bf16).out_dtype, DType::f32);
 }
 
 }  // namespace

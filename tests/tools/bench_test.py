@@ -198,6 +198,30 @@ class BenchTest(unittest.TestCase):
         self.check_refused(2, "--out", "--out", str(self.root / "no" / "such" / "folder.json"))
         self.check_refused(2, "--svg", "--svg", str(self.root))
 
+    def test_cuda_needs_a_device_or_runs_every_arm(self):
+        options = ("--backend", "cuda", "--case", "8q/2kv d64 kv=300", "--case", "8q/8kv d128 kv=1000 q=2 dtype=f16",
+                   "--rounds", "2", "--format", "json")
+        result = bench(*options)
+        if result.returncode == 3:
+            self.check_refused(3, "backend cuda", *options)
+            return
+        self.assertEqual(result.returncode, 0, result.stderr)
+        report = json.loads(result.stdout)
+        self.assertIn("cuda_target", report["device"])
+        self.assertEqual([row["arm"] for row in report["rows"]], 2 * ["kvonce", "per_head", "read", "qmv", "floor"])
+        self.assertEqual({row["backend"] for row in report["rows"]}, {"cuda"})
+        self.assertEqual([row["kv_dtype"] for row in report["rows"]], 5 * ["bf16"] + 5 * ["f16"])
+        for row in report["rows"]:
+            self.assertEqual(list(row), ROW_KEYS)
+            self.assertEqual(row["ratio_to_roof"], row["ratio_to_read"])
+
+    def test_cuda_takes_no_cpu_options(self):
+        self.check_refused(2, "--threads", "--backend", "cuda", "--threads", "2")
+        self.check_refused(2, "--target", "--backend", "cuda", "--target", "portable")
+        self.check_refused(2, "--backend", "--backend", "tpu")
+        self.check_refused(2, "--arms", "--arms", "floor")  # an arm of cuda only
+        self.check_refused(2, "floor", "--backend", "cuda", "--arms", "fast")
+
     def test_formats_without_a_kernel_exit_3(self):
         self.check_refused(3, "q8_0", "--dtype", "q8_0", "--arms", "read", "--case", "8q/2kv d64 kv=64")
 

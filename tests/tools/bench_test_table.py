@@ -1,4 +1,4 @@
-"""bench/table.py --peers: which cells it prints and which it marks as short of the goal.
+"""bench/table.py: --peers, which cells it prints and which it marks as short of the goal; --times.
 
 Usage: bench_test_table.py KVONCE [unittest arguments] (the command is not used)
 """
@@ -20,13 +20,13 @@ def rows(num_q_heads, num_kv_heads, **us_of_arm):
             for arm, us in us_of_arm.items()]
 
 
-def table(*cases):
-    device = {"name": "cpu", "cpu_target": "avx2", "threads": 2}
+def table(*cases, option="--peers", device=None):
+    device = device or {"name": "cpu", "cpu_target": "avx2", "threads": 2}
     result = {"device": device, "rows": [row for case in cases for row in case]}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "peers.json"
         path.write_text(json.dumps(result), encoding="utf-8")
-        run = subprocess.run([sys.executable, TABLE, "--peers", path], capture_output=True, text=True, check=False)
+        run = subprocess.run([sys.executable, TABLE, option, path], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise AssertionError(run.stderr)
     return run.stdout
@@ -51,6 +51,16 @@ class PeersTableTest(unittest.TestCase):
         for us, num_kv_heads, short in ((199, 2, 1), (200, 2, 0), (199, 4, 0), (99, 4, 1)):
             case = rows(8, num_kv_heads, **{"read": 80, "kvonce": 100, "llama.cpp_1": us})
             self.assertIn(f"{short} of 1 comparisons short", table(case))
+
+
+class TimesTableTest(unittest.TestCase):
+    def test_kvonce_is_compared_with_read_and_floor(self):
+        device = {"name": "gpu", "cuda_target": "sm_90", "num_sms": 132}
+        text = table(rows(8, 4, kvonce=3, read=2, floor=2.5), rows(8, 2, kvonce=4, read=2), option="--times", device=device)
+        self.assertIn("gpu, sm_90, 132 SMs, f16, us", text)
+        self.assertIn("| geometry | kv_len | read | floor | kvonce | kvonce / read | kvonce / floor |", text)
+        self.assertIn("| 8q/4kv d128 | 2048 | 2.00 | 2.50 | 3.00 | 1.50 | 1.20 |", text)
+        self.assertIn("| 8q/2kv d128 | 2048 | 2.00 | - | 4.00 | 2.00 | - |", text)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ namespace {
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::InvalidArgument, message); }
 
 // In the order of arm_names(), each once.
-std::vector<std::string> choose_arms(const std::vector<std::string>& wanted) {
-  const std::vector<std::string>& names = arm_names();
+std::vector<std::string> choose_arms(const std::vector<std::string>& wanted, Backend backend) {
+  const std::vector<std::string>& names = arm_names(backend);
   for (const std::string& arm : wanted) {
     if (std::find(names.begin(), names.end(), arm) == names.end()) {
       refuse(fmt::format("--arms: must be some of {}, got '{}'", fmt::join(names, ","), arm));
@@ -36,10 +36,12 @@ std::vector<std::string> choose_arms(const std::vector<std::string>& wanted) {
 
 int run_bench(const BenchOptions& options) {
   BenchSettings settings;
-  settings.cases = choose_cases(options.cases_path, options.case_texts);
-  settings.arms = choose_arms(options.arms);
+  const Backend backend = options.device.backend;
+  settings.cases = choose_cases(options.cases_path, options.case_texts, backend);
+  settings.arms = choose_arms(options.arms, backend);
   settings.rounds = options.rounds;
-  const std::optional<KvFormat> dtype = parse_format(options.dtype);
+  const char* const usual = backend == Backend::cuda ? "bf16" : "f16";
+  const std::optional<KvFormat> dtype = parse_format(options.dtype.empty() ? usual : options.dtype);
   if (!dtype) refuse(fmt::format("--dtype: must be one of {}, got '{}'", format_names(), options.dtype));
   settings.dtype = *dtype;
   settings.device = choose_device(options.device);

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <string_view>
 
-#include "bench/seed_cases.hpp"
+#include "bench/default_cases.hpp"
 #include "kvonce/types.hpp"
 
 namespace kvonce::tool {
@@ -48,13 +48,15 @@ std::string read_file(const std::string& path) {
 
 }  // namespace
 
-std::vector<CaseSpec> choose_cases(const std::string& cases_path, const std::vector<std::string>& case_texts) {
+std::vector<CaseSpec> choose_cases(const std::string& cases_path, const std::vector<std::string>& case_texts,
+                                   Backend backend) {
   std::vector<CaseSpec> cases;
   if (!cases_path.empty()) {
     cases = parse_case_lines(read_file(cases_path), cases_path);
     if (cases.empty()) refuse(fmt::format("--cases: '{}' holds no case", cases_path));
   }
   for (const std::string& text : case_texts) cases.push_back(parse_case(text));
+  if (cases.empty() && backend == Backend::cuda) cases = parse_case_lines(bench::kCudaCases, "bench/cases/cuda.txt");
   if (cases.empty()) cases = parse_case_lines(bench::kSeedCases, "bench/cases/seed.txt");
   return cases;
 }

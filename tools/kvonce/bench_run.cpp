@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include "kvonce/bench_arms.hpp"
+#include "kvonce/bench_cuda.hpp"
+#include "kvonce/bench_rows.hpp"
 #include "kvonce/bench_timing.hpp"
 #include "kvonce/output.hpp"
 
@@ -47,31 +49,6 @@ double arithmetic_us(const Problem& problem, const Rates& rates) {
   return (madds / (dot ? rates.madd_bf16_per_s : rates.madd_per_s) + pairs / rates.exp_per_s) * 1e6;
 }
 
-BenchRow row_of(const CaseSpec& spec, const CaseData& data, const Arm& arm, const std::vector<double>& us) {
-  const Problem& problem = data.problem;
-  CaseSpec plain = spec;
-  plain.dtype.reset();  // its own columns
-  BenchRow row;
-  row.case_text = to_string(plain);
-  row.num_q_heads = problem.num_q_heads;
-  row.num_kv_heads = problem.num_kv_heads;
-  row.head_dim_qk = problem.head_dim_qk;
-  row.head_dim_v = problem.dim_v();
-  row.kv_len = problem.max_kv_len;
-  row.q_len = problem.q_len;
-  row.num_seqs = problem.num_seqs;
-  row.kv_dtype = to_string(problem.k_format);
-  row.q_dtype = to_string(problem.q_dtype);
-  row.arm = arm.name;
-  row.kernel = arm.kernel;
-  row.read_factor = arm.read_factor;
-  row.us_median = median(us);
-  row.us_min = *std::min_element(us.begin(), us.end());
-  row.kv_bytes = data.kv_bytes();
-  row.gbps = static_cast<double>(row.kv_bytes) / row.us_median * 1e-3;
-  return row;
-}
-
 class Bench {
  public:
   explicit Bench(const BenchSettings& settings)
@@ -111,7 +88,7 @@ class Bench {
     BenchDevice& described = outcome_.report.device;
     outcome_.report.kvonce_version = version();
     described.name = device.name;
-    described.cpu_target = device.target;
+    described.target = device.target;
     described.threads = device.num_threads;
     described.l1_bytes = device.l1_bytes;
     described.l2_bytes = device.l2_bytes;
@@ -153,26 +130,13 @@ class Bench {
                                                     : RoundLimits{kMinRounds, kMaxRounds, kSecondsPerCase};
     const std::vector<std::vector<double>> us = time_arms(arms, limits, rotation);
     const std::size_t first = outcome_.report.rows.size();
-    std::optional<double> read_us;
     for (std::size_t i = 0; i < arms.size(); ++i) {
-      BenchRow row = row_of(spec, data, arms[i], us[i]);
+      const ArmLabel label{arms[i].name, arms[i].kernel, arms[i].read_factor};
+      BenchRow row = make_row(spec, data, Backend::cpu, label, us[i]);
       row.rel_rms_error = errors[i];
-      if (row.arm == "read") {
-        read_us = row.us_median;
-        if (row.gbps > outcome_.report.device.read_gbps) {
-          outcome_.report.device.read_gbps = row.gbps;
-          outcome_.report.device.read_loop = read_loop->name;
-        }
-      }
       outcome_.report.rows.push_back(std::move(row));
     }
-    if (!read_us) return;
-    for (std::size_t i = first; i < outcome_.report.rows.size(); ++i) {
-      BenchRow& row = outcome_.report.rows[i];
-      row.ratio_to_read = *read_us / row.us_median;
-      row.roof_us = std::max(*read_us, arithmetic_us(data.problem, rates_));
-      row.ratio_to_roof = *row.roof_us / row.us_median;
-    }
+    finish_rows(outcome_.report, first, arithmetic_us(data.problem, rates_), std::string(read_loop->name));
   }
 
   const BenchSettings& settings_;
@@ -185,6 +149,8 @@ class Bench {
 
 }  // namespace
 
-BenchOutcome run_bench(const BenchSettings& settings) { return Bench(settings).run(); }
+BenchOutcome run_bench(const BenchSettings& settings) {
+  return settings.device.backend == Backend::cuda ? run_cuda_bench(settings) : Bench(settings).run();
+}
 
 }  // namespace kvonce::tool

@@ -14,8 +14,9 @@ namespace kvonce::tool {
 struct BenchSettings {
   std::vector<CaseSpec> cases;
   KvFormat dtype = KvFormat::f16;  // of cases without their own
-  std::vector<std::string> arms;   // of arm_names(), no duplicates
-  std::int64_t rounds = 0;         // timed rounds per case; 0: as many as fit two seconds, 7 to 201
+  std::vector<std::string> arms;   // of arm_names(device.backend), no duplicates
+  std::int64_t rounds =
+      0;  // timed rounds per case; 0: as many as fit two seconds, 7 to 201; CUDA: half a second, 7 to 51
   Device device;
   PlanOptions plan;
 };

@@ -19,9 +19,10 @@ double median(std::vector<double> values);
 /// Bytes that the sets of a case cover at least, so that caches do not help: 512 MiB, or four last-level caches.
 std::int64_t rotation_bytes(const Device& device);
 
-/// The problem of a case: q as K and V are stored; out in float32, so that the error is the kernel's own and not the
-/// rounding of the result. Throws Error{InvalidArgument} for one that has nothing to time.
-Problem timed_problem(const CaseSpec& spec, KvFormat dtype);
+/// The problem of a case: q as K and V are stored. On the CPU out is float32, so that the error is the kernel's own and
+/// not the rounding of the result; on CUDA it is stored like q, as models have it and peers are measured.
+/// Throws Error{InvalidArgument} for one that has nothing to time.
+Problem timed_problem(const CaseSpec& spec, KvFormat dtype, Backend backend = Backend::cpu);
 
 /// The sets of a case in turn, across everything that is timed.
 class Rotation {

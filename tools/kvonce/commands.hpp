@@ -14,7 +14,7 @@ namespace kvonce::tool {
 
 struct BenchOptions {
   DeviceOptions device;
-  std::string dtype = "f16";
+  std::string dtype;  // empty: f16 on the CPU, bf16 on CUDA
   std::string cases_path;
   std::vector<std::string> case_texts;
   std::vector<std::string> arms;

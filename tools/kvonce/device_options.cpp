@@ -9,6 +9,13 @@
 namespace kvonce::tool {
 
 Device choose_device(const DeviceOptions& options) {
+  if (options.backend == Backend::cuda) {
+    if (!options.target.empty() || options.num_threads > 0) {
+      throw Error(ErrorCode::InvalidArgument, fmt::format("{}: is for backend cpu; leave it out with --backend cuda",
+                                                          options.target.empty() ? "--threads" : "--target"));
+    }
+    return cuda_device();
+  }
   Device device = options.target.empty() ? default_device() : cpu_device(options.target, options.num_threads);
   if (options.target.empty() && options.num_threads > 0) device = cpu_device(device.target, options.num_threads);
   return device;

@@ -58,7 +58,7 @@ void run_explain(const ExplainOptions& options) {
   if (kv_format == KvFormat::mlx_int8 || kv_format == KvFormat::mlx_int4) problem.quant_group = kDefaultQuantGroup;
   Device device = choose_device(options.device);
   make_plan(problem, device, plan_options(options.device));  // refuses before the measurement
-  device.read_gbps = measure_read_gbps(device);
+  if (device.backend == Backend::cpu) device.read_gbps = measure_read_gbps(device);
   std::string text = make_plan(problem, device, plan_options(options.device)).explain();
   if (!text.ends_with('\n')) text += '\n';
   print(text);

@@ -51,6 +51,14 @@ void add_device_options(CLI::App& command, DeviceOptions& options) {
   command.add_option("--policy", options.policy, kPolicyHelp);
 }
 
+void add_backend_option(CLI::App& command, DeviceOptions& options) {
+  const auto choose = [&options](const std::string& name) {
+    options.backend = name == "cuda" ? Backend::cuda : Backend::cpu;
+  };
+  command.add_option_function<std::string>("--backend", choose, "Where to run: cpu or cuda (default cpu)")
+      ->check(CLI::IsMember({"cpu", "cuda"}).description(""));
+}
+
 void add_case_options(CLI::App& command, std::string& cases_path, std::vector<std::string>& case_texts) {
   command.add_option("--cases", cases_path, "FILE with one case string per line, # starts a comment");
   command.add_option("--case", case_texts, "A case string; may be given several times")->expected(1)->take_all();
@@ -72,20 +80,27 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand("bench", "Time decode attention beside the per-head form and a pure read");
   command->footer(
       "Examples:\n  kvonce bench\n  kvonce bench --dtype bf16 --svg bench.svg --out bench.json\n"
-      "  kvonce bench --case \"32q/4kv d128 kv=32768 q=1 seqs=1\" --arms kvonce,read --rounds 31\n\n"
+      "  kvonce bench --case \"32q/4kv d128 kv=32768 q=1 seqs=1\" --arms kvonce,read --rounds 31\n"
+      "  kvonce bench --backend cuda\n\n"
       "Without --case and --cases: four geometries at 2K, 8K and 32K tokens. The arms are kvonce, per_head (one "
       "worker\n"
       "per query head), read (pure streaming, the ceiling) and qmv (dense f16 matrix-vector product over as many "
-      "bytes).");
-  command->add_option("--dtype", options->dtype, "How K and V are stored when a case has no dtype= (default f16)");
+      "bytes).\n"
+      "With --backend cuda: five geometries at 2K to 128K tokens, and a fifth arm, floor (streams the same bytes and\n"
+      "joins partials like kvonce, without arithmetic).");
+  command->add_option("--dtype", options->dtype,
+                      "How K and V are stored when a case has no dtype= (default f16; bf16 with --backend cuda)");
   add_case_options(*command, options->cases_path, options->case_texts);
-  command->add_option("--arms", options->arms, "Some of kvonce,per_head,read,qmv (default: all)")->delimiter(',');
+  command->add_option("--arms", options->arms, "Some of kvonce,per_head,read,qmv,floor (default: all)")->delimiter(',');
   constexpr std::int64_t kMostRounds = 1000000;
-  command->add_option("--rounds", options->rounds, "Timed rounds per case (default: what fits two seconds)")
+  command
+      ->add_option("--rounds", options->rounds,
+                   "Timed rounds per case (default: what fits two seconds; half a second on CUDA)")
       ->check(CLI::Range(std::int64_t{1}, kMostRounds).description(""));
   command->add_option("--out", options->out_path, "FILE for the results as JSON, schema kvonce.bench/1");
   command->add_option("--svg", options->svg_path, "FILE for a bar chart per geometry");
   add_format_option(*command, options->format);
+  add_backend_option(*command, options->device);
   add_device_options(*command, options->device);
   command->callback([options, &exit_code] { exit_code = run_bench(*options); });
 }
@@ -167,6 +182,7 @@ void add_explain_command(CLI::App& app) {
   command->add_option("case,--case", options->case_text, "The case string")->required();
   command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
   command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
+  add_backend_option(*command, options->device);
   add_device_options(*command, options->device);
   command->callback([options] { run_explain(*options); });
 }

@@ -8,13 +8,15 @@
 #include <vector>
 
 #include "kvonce/output.hpp"
+#include "kvonce/types.hpp"
 
 namespace kvonce::tool {
 
 /// The machine, and what it was measured to do.
 struct BenchDevice {
+  Backend backend = Backend::cpu;
   std::string name;
-  std::string cpu_target;
+  std::string target;
   int threads = 1;
   std::int64_t l1_bytes = 0;  // data caches; 0 when unknown
   std::int64_t l2_bytes = 0;
@@ -30,7 +32,13 @@ struct BenchDevice {
   std::optional<double> madd_bf16_instr_per_cycle;
   double exp_per_s = 0.0;
   double exp_per_s_thread = 0.0;
-  std::int64_t buffer_bytes = 0;  // that the sets of a case rotate over, at least
+  std::int64_t buffer_bytes = 0;  // that the sets of a case rotate over, at least; on CUDA, or as bench_cuda.cpp says
+
+  // CUDA only; there clock_ghz is the highest clock of the multiprocessors, and of the rates only read_gbps is known.
+  int num_sms = 0;
+  double memory_gbps = 0.0;  // memory clock times bus width
+  std::string driver_cuda;   // the newest CUDA version that the driver serves
+  std::string runtime_cuda;  // the runtime's
 };
 
 /// One arm of one case.
@@ -56,7 +64,7 @@ struct BenchRow {
   std::optional<double> ratio_to_read;  // these three are absent without the read arm
   std::optional<double> roof_us;
   std::optional<double> ratio_to_roof;
-  std::optional<double> rel_rms_error;  // absent for read
+  std::optional<double> rel_rms_error;  // absent for read and floor
 };
 
 struct BenchReport {
@@ -70,7 +78,7 @@ nlohmann::ordered_json to_json(const BenchReport& report);
 /// The table of all rows.
 std::string render(const BenchReport& report, Format format);
 
-/// One line per case: GB/s of every arm and the speed-up of kvonce over per_head.
+/// One line per case: GB/s of every arm, on CUDA its microseconds, and the speed-up of kvonce over per_head.
 std::string render_compact(const BenchReport& report);
 
 /// A bar chart per geometry: GB/s of each arm over the cache lengths, the read arm as a line. Self-contained.

@@ -24,7 +24,7 @@ struct ArmStyle {
   std::string_view arm;
   std::string_view color;
 };
-constexpr ArmStyle kBars[] = {{"kvonce", "#1b6ca8"}, {"per_head", "#e08e45"}, {"qmv", "#9aa5ad"}};
+constexpr ArmStyle kBars[] = {{"kvonce", "#1b6ca8"}, {"per_head", "#e08e45"}, {"qmv", "#9aa5ad"}, {"floor", "#6b8f71"}};
 constexpr std::string_view kReadColor = "#b3261e";
 
 std::string escape(std::string_view text) {
@@ -171,9 +171,10 @@ std::string draw_panel(const Panel& panel, double left, double top, double axis_
   return svg + text_at(plot_left + plot_width / 2, base + 34, "middle", "label", "kv_len, tokens");
 }
 
-std::string draw_legend(double left, double y) {
+std::string draw_legend(const std::vector<BenchRow>& rows, double left, double y) {
   std::string svg;
   for (const ArmStyle& style : kBars) {
+    if (std::none_of(rows.begin(), rows.end(), [&](const BenchRow& row) { return row.arm == style.arm; })) continue;
     svg += rect(left, y - 10, 12, 12, style.color);
     svg += text_at(left + 18, y, "start", "label", std::string(style.arm));
     left += 90;
@@ -203,10 +204,13 @@ std::string render_svg(const BenchReport& report) {
       ".inside{{font-size:9px;fill:#ffffff}}.read{{font-size:9px;fill:{2}}}</style>\n",
       width, height, kReadColor);
   svg += rect(0, 0, width, height, "#ffffff");
+  const BenchDevice& device = report.device;
+  const std::string width_text = device.backend == Backend::cuda
+                                     ? fmt::format("{} SMs", device.num_sms)
+                                     : fmt::format("{} thread{}", device.threads, device.threads == 1 ? "" : "s");
   svg += text_at(16, 26, "start", "head",
-                 fmt::format("kvonce {}: {}, {}, {} thread{}", report.kvonce_version, report.device.name,
-                             report.device.cpu_target, report.device.threads, report.device.threads == 1 ? "" : "s"));
-  svg += draw_legend(16, 50);
+                 fmt::format("kvonce {}: {}, {}, {}", report.kvonce_version, device.name, device.target, width_text));
+  svg += draw_legend(report.rows, 16, 50);
   for (std::size_t i = 0; i < panels.size(); ++i) {
     const double left = kPanelWidth * static_cast<double>(i % num_columns);
     const double top = kHeader + kPanelHeight * static_cast<double>(i / num_columns);

@@ -1,0 +1,110 @@
+#include "kvonce/bench_data.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/reference.hpp"
+
+namespace kvonce::tool {
+namespace {
+
+constexpr std::int64_t kSetAlignment = 4096;
+
+// The oracle for one row of a case: a problem with one head and one query token that ends where the row's keys end.
+std::vector<double> reference_row(const Problem& problem, const Inputs& inputs, std::int64_t seq, std::int64_t head,
+                                  std::int64_t query_idx) {
+  Problem row = problem;
+  row.num_seqs = row.q_len = row.num_q_heads = row.num_kv_heads = 1;
+  if (problem.causal) row.max_kv_len = std::max<std::int64_t>(0, problem.max_kv_len - problem.q_len + 1 + query_idx);
+  const auto advance = [](TensorView& view, std::int64_t elements, std::int64_t element_bytes) {
+    view.data = static_cast<const char*>(view.data) + elements * element_bytes;
+  };
+  const std::int64_t kv_head = head / problem.group_size();
+  Inputs at = inputs;
+  advance(at.q, seq * at.q.seq_stride + head * at.q.head_stride + query_idx * at.q.token_stride,
+          problem.q_dtype == DType::f32 ? 4 : 2);
+  advance(at.k, seq * at.k.seq_stride + kv_head * at.k.head_stride, format_bytes(problem.k_format, 1));
+  advance(at.v, seq * at.v.seq_stride + kv_head * at.v.head_stride, format_bytes(problem.v_format, 1));
+  return core::reference_attend(row, at).out;
+}
+
+TensorView packed_view(const void* data, std::int64_t heads, std::int64_t tokens, std::int64_t dims) {
+  return {data, heads * tokens * dims, tokens * dims, dims};
+}
+
+}  // namespace
+
+void ErrorSum::add(double got, double wanted) {
+  difference += (got - wanted) * (got - wanted);
+  total += wanted * wanted;
+}
+
+double ErrorSum::relative_rms() const {
+  if (total > 0.0) return std::sqrt(difference / total);
+  return difference == 0.0 ? 0.0 : std::numeric_limits<double>::infinity();
+}
+
+std::size_t out_elements(const Problem& problem) {
+  return static_cast<std::size_t>(problem.num_seqs * problem.num_q_heads * problem.q_len * problem.dim_v());
+}
+
+double sampled_error(const CaseData& data, const std::vector<float>& out) {
+  const Problem& problem = data.problem;
+  ErrorSum sum;
+  for (const OracleRow& row : data.oracle_rows) {
+    const std::int64_t row_idx = (row.seq * problem.num_q_heads + row.head) * problem.q_len + row.query_idx;
+    const float* const got = out.data() + row_idx * problem.dim_v();
+    for (std::size_t d = 0; d < row.out.size(); ++d) sum.add(got[d], row.out[d]);
+  }
+  return sum.relative_rms();
+}
+
+Inputs CaseData::inputs(std::int64_t set) const {
+  Inputs inputs;
+  const char* const k = base + set * set_bytes;
+  inputs.q = packed_view(q.data(), problem.num_q_heads, problem.q_len, problem.head_dim_qk);
+  inputs.k = packed_view(k, problem.num_kv_heads, problem.max_kv_len, problem.head_dim_qk);
+  inputs.v = packed_view(k + k_bytes, problem.num_kv_heads, problem.max_kv_len, problem.dim_v());
+  if (tokens_first) {
+    inputs.k.head_stride = problem.head_dim_qk;
+    inputs.k.token_stride = problem.num_kv_heads * problem.head_dim_qk;
+    inputs.v.head_stride = problem.dim_v();
+    inputs.v.token_stride = problem.num_kv_heads * problem.dim_v();
+  }
+  return inputs;
+}
+
+CaseData lay_out_case(const Problem& problem, std::int64_t rotation_bytes) {
+  CaseData data;
+  data.problem = problem;
+  const std::int64_t tokens = problem.num_seqs * problem.num_kv_heads * problem.max_kv_len;
+  data.k_bytes = format_bytes(problem.k_format, tokens * problem.head_dim_qk);
+  data.v_bytes = format_bytes(problem.v_format, tokens * problem.dim_v());
+  data.set_bytes = std::max((data.kv_bytes() + kSetAlignment - 1) / kSetAlignment * kSetAlignment, kSetAlignment);
+  // An odd number of sets: every arm of an even number of them meets every set.
+  data.num_sets = std::max<std::int64_t>(1, (rotation_bytes + data.set_bytes - 1) / data.set_bytes);
+  if (data.num_sets > 1) data.num_sets |= 1;
+  return data;
+}
+
+void place_case(CaseData& data, const BenchBuffer& buffer) { place_case(data, buffer.data()); }
+
+void place_case(CaseData& data, char* base) {
+  data.base = base;
+  const Problem& problem = data.problem;
+  const std::int64_t elements = problem.num_seqs * problem.num_q_heads * problem.q_len * problem.head_dim_qk;
+  const auto format = static_cast<KvFormat>(problem.q_dtype);  // the first three agree in order
+  const std::int64_t bytes = (format_bytes(format, elements) + 3) / 4 * 4;
+  data.q.resize(static_cast<std::size_t>(bytes));
+  fill_random(data.q.data(), bytes, format, 0);
+
+  // Rows that touch the ends and the middle of every axis.
+  data.oracle_rows = {{0, 0, problem.q_len - 1, {}},
+                      {problem.num_seqs - 1, problem.num_q_heads - 1, 0, {}},
+                      {problem.num_seqs / 2, problem.num_q_heads / 2, problem.q_len / 2, {}}};
+  const Inputs inputs = data.inputs(0);
+  for (OracleRow& row : data.oracle_rows) row.out = reference_row(problem, inputs, row.seq, row.head, row.query_idx);
+}
+
+}  // namespace kvonce::tool
