@@ -110,6 +110,11 @@ void wait_for_stream(void* stream, const std::string& what) {
     const auto waited = std::chrono::steady_clock::now() - begin;
     if (waited > kLongest) {
       failure() = what + ": not finished after 20 seconds";
+      // The CUDA runtime waits for its kernels when the process ends: leave before it does.
+      std::atexit([] {
+        std::fflush(nullptr);
+        std::_Exit(EXIT_FAILURE);
+      });
       fail(what, "not finished after 20 seconds: the kernel hangs");
     }
     if (waited > std::chrono::milliseconds(2)) std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -120,6 +125,10 @@ void wait_for_stream(void* stream, const std::string& what) {
 DeviceCase::DeviceCase(const Plan& plan, const CaseSpec& spec, CaseTensors& tensors, void* stream)
     : plan_(plan), spec_(spec), tensors_(tensors), stream_(stream) {
   if (!failure().empty()) fail("not run", "the device is unusable since " + failure());
+  if (is_traced()) {
+    std::fprintf(stderr, "case %s [%s]\n", spec.name.c_str(), std::string(plan.kernel_id()).c_str());
+    std::fflush(stderr);
+  }
   if (stream_ == nullptr) stream_ = own_stream();
 
   for (const GuardedBuffer* buffer : tensors.input_buffers()) {
@@ -241,10 +250,6 @@ std::string DeviceCase::fetch() {
 }
 
 std::string run_device_case(const Plan& plan, const CaseSpec& spec, CaseTensors& tensors, const Context& context) {
-  if (is_traced()) {
-    std::fprintf(stderr, "case %s [%s]\n", spec.name.c_str(), std::string(plan.kernel_id()).c_str());
-    std::fflush(stderr);
-  }
   DeviceCase on_device(plan, spec, tensors, context.cuda_stream);
   on_device.reset_outputs();
   on_device.prepare();

@@ -15,7 +15,7 @@ const std::string& device_failure();
 /// Device memory holds a copy of a case's tensors and a workspace of exactly plan.workspace_bytes() bytes at an alignment
 /// that depends on the case's seed; everything between them is 0xff. Memory and the default stream belong to the process
 /// and are reused, so a case allocates nothing. Throws Error{Internal} for every call of the CUDA runtime that fails and
-/// when a stream has not finished after 20 seconds.
+/// when a stream has not finished after 20 seconds. KVONCE_TRACE=1 in the environment names each case before it runs.
 class DeviceCase {
  public:
   /// The plan's device must be current. `stream`: a cudaStream_t; null: the process's own. plan, spec and tensors outlive
