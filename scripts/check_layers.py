@@ -25,6 +25,7 @@ LAYER_OF_PREFIX = [
     ("tools/", "tools"),
     ("tests/build/consumer", "consumer"),
     ("tests/cpu/", "tests_cpu"),
+    ("tests/cuda/", "tests_cuda"),
     ("tests/", "tests"),
     ("examples/", "consumer"),
     ("integrations/", "consumer"),
@@ -50,6 +51,7 @@ ALLOWED = {
     "tools": {"include", "shared", "core", "bench", "baselines"},  # the command measures the baselines
     "tests": {"include", "shared", "core", "tools"},  # the conformance library is part of the command
     "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
+    "tests_cuda": {"include", "shared", "core", "tools", "tests", "cuda"},
     "consumer": {"include"},
 }
 
