@@ -14,6 +14,7 @@ LAYER_OF_PREFIX = [
     ("src/cpu/simd/", "cpu_simd"),
     ("src/cpu/pool.hpp", "cpu_pool"),
     ("src/cpu/", "cpu"),
+    ("src/cuda/instances.def", "shared"),  # the conformance grid reads which kernels there must be
     ("src/cuda/", "cuda"),
     ("src/metal/", "metal"),
     ("src/scaleout/", "scaleout"),
@@ -25,6 +26,7 @@ LAYER_OF_PREFIX = [
     ("tools/", "tools"),
     ("tests/build/consumer", "consumer"),
     ("tests/cpu/", "tests_cpu"),
+    ("tests/cuda/", "tests_cuda"),
     ("tests/", "tests"),
     ("examples/", "consumer"),
     ("integrations/", "consumer"),
@@ -51,6 +53,7 @@ ALLOWED = {
     "tools": {"include", "shared", "core", "bench", "baselines", "baselines_cuda"},  # the command measures the baselines
     "tests": {"include", "shared", "core", "tools"},  # the conformance library is part of the command
     "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
+    "tests_cuda": {"include", "shared", "core", "tools", "tests", "cuda"},
     "consumer": {"include"},
 }
 

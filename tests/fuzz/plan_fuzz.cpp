@@ -8,7 +8,7 @@
 #include "plan_problems.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  static const std::vector<kvonce::Device> known = kvonce::devices();
+  static const std::vector<kvonce::Device> known = kvonce::fuzz::known_devices();
   kvonce::fuzz::ByteChoices choices(std::span(data, size));
   const kvonce::fuzz::Trial trial = kvonce::fuzz::try_plan(choices, known);
   if (trial.fault.empty()) return 0;

@@ -1,5 +1,6 @@
 #include "plan_problems.hpp"
 
+#include <algorithm>
 #include <limits>
 #include <sstream>
 
@@ -123,13 +124,23 @@ void spoil(Choices& choices, Problem& p) {
   }
 }
 
-PlanOptions random_options(Choices& choices) {
+PlanOptions random_options(Choices& choices, const Device& device) {
   PlanOptions options;
   if (choices.below(3) != 0) return options;
   std::int64_t* const numbers[] = {
       &options.chunk_tokens,          &options.policy.row_tile,    &options.policy.rows_per_worker,
       &options.policy.chunk_tokens,   &options.policy.step_tokens, &options.policy.prefetch_tokens,
-      &options.policy.prefetch_lines, &options.policy.pair_dot,    &options.policy.worker_bytes};
+      &options.policy.prefetch_lines, &options.policy.pair_dot,    &options.policy.worker_bytes,
+      &options.policy.splits,         &options.policy.cluster,     &options.policy.join_blocks};
+  // CUDA refuses most fields of the CPU's kernels, so its options are mostly of its own.
+  if (device.backend == Backend::cuda && choices.below(4) != 0) {
+    options.policy.row_tile = choices.pick(std::vector<std::int64_t>{0, 8, 16});
+    options.policy.splits = choices.pick(std::vector<std::int64_t>{0, 1, 2, 13, 132, 65535});
+    options.policy.cluster = choices.between(-1, 1);
+    options.policy.join_blocks = choices.pick(std::vector<std::int64_t>{0, 1, 3, 16, 1024});
+    if (choices.below(3) == 0) options.chunk_tokens = 16 * choices.between(1, 1 << 16);
+    return options;
+  }
   for (std::int64_t* number : numbers) {
     if (choices.below(4) == 0) *number = choices.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16, 32, 64, 128, 4096});
     if (choices.below(24) == 0) *number = choices.pick(kOdd);
@@ -144,6 +155,9 @@ Device random_device(Choices& choices, const std::vector<Device>& known) {
   device.num_threads = static_cast<int>(choices.pick(std::vector<std::int64_t>{1, 1, 2, 3, 7, 64, 1024}));
   if (choices.below(20) == 0) device.num_threads = static_cast<int>(choices.pick(kOdd) & 0xffffffffLL);
   if (choices.below(20) == 0) device.l1_bytes = device.l2_bytes = device.l3_bytes = choices.pick(kOdd);
+  if (device.backend == Backend::cuda && choices.below(4) == 0) {
+    device.num_sms = static_cast<int>(choices.pick(std::vector<std::int64_t>{-1, 0, 1, 2, 7, 108, 192, 2147483647}));
+  }
   if (choices.below(40) == 0) device.target = "nonsense";
   if (choices.below(40) == 0) device.read_gbps = choices.below(2) == 0 ? -1.0 : 1e300;
   return device;
@@ -157,7 +171,9 @@ std::string judge(const Plan& plan) {
   if (plan.kernel_id().rfind("attend_", 0) != 0) return "kernel_id '" + std::string(plan.kernel_id()) + "'";
   if (plan.read_factor() < 1) return "read_factor " + std::to_string(plan.read_factor());
   const std::int64_t least = p.max_kv_len > 0 && p.num_seqs > 0 && p.q_len > 0 ? 1 : 0;
-  if (plan.max_chunks() < least || plan.max_chunks() > p.max_kv_len + 1) {
+  const bool on_cuda = plan.device().backend == Backend::cuda;
+  const std::int64_t most = std::max(p.max_kv_len + 1, on_cuda ? plan.policy().splits : 0);
+  if (plan.max_chunks() < least || plan.max_chunks() > most) {
     return "max_chunks " + std::to_string(plan.max_chunks());
   }
   if (plan.max_kv_bytes() < 0) return "max_kv_bytes " + std::to_string(plan.max_kv_bytes());
@@ -166,6 +182,12 @@ std::string judge(const Plan& plan) {
   if (policy.rows_per_worker < 1) return "policy.rows_per_worker " + std::to_string(policy.rows_per_worker);
   if (policy.chunk_tokens < 1) return "policy.chunk_tokens " + std::to_string(policy.chunk_tokens);
   if (policy.step_tokens < 1) return "policy.step_tokens " + std::to_string(policy.step_tokens);
+  if (on_cuda) {
+    if (policy.splits < 1) return "policy.splits " + std::to_string(policy.splits);
+    if (policy.cluster < 0) return "policy.cluster " + std::to_string(policy.cluster);
+    if (policy.join_blocks < 1) return "policy.join_blocks " + std::to_string(policy.join_blocks);
+    return plan.explain().empty() ? "explain() is empty" : "";
+  }
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
   if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
   const core::WorkspaceLayout& layout = plan.data().workspace;
@@ -204,9 +226,22 @@ std::string Trial::describe() const {
        << " formats=" << static_cast<int>(p.k_format) << '/' << static_cast<int>(p.v_format)
        << " quant_group=" << p.quant_group << " layout=" << static_cast<int>(p.layout) << " page_size=" << p.page_size
        << " window=" << p.window << " mask=" << static_cast<int>(p.mask) << " softcap=" << p.softcap
-       << " target=" << device.target << " threads=" << device.num_threads << " l1_bytes=" << device.l1_bytes
-       << " chunk_tokens=" << options.chunk_tokens << " policy=" << to_string(options.policy);
+       << " target=" << device.target << " sms=" << device.num_sms << " threads=" << device.num_threads
+       << " l1_bytes=" << device.l1_bytes << " chunk_tokens=" << options.chunk_tokens
+       << " policy=" << to_string(options.policy);
   return text.str();
+}
+
+std::vector<Device> known_devices() {
+  std::vector<Device> known = devices();
+  for (const char* target : {"sm_80", "sm_90", "sm_120"}) {
+    Device device;
+    device.backend = Backend::cuda;
+    device.target = target;
+    device.num_sms = 132;
+    known.push_back(device);
+  }
+  return known;
 }
 
 Trial try_plan(Choices& choices, const std::vector<Device>& known) {
@@ -214,7 +249,7 @@ Trial try_plan(Choices& choices, const std::vector<Device>& known) {
   trial.problem = plausible(choices);
   for (std::int64_t spoils = choices.below(4); spoils > 1; --spoils) spoil(choices, trial.problem);
   trial.device = random_device(choices, known);
-  trial.options = random_options(choices);
+  trial.options = random_options(choices, trial.device);
   try {
     trial.fault = judge(make_plan(trial.problem, trial.device, trial.options));
   } catch (const Error& error) {

@@ -10,7 +10,7 @@
 int main(int argc, char** argv) {
   const long count = argc > 1 ? std::strtol(argv[1], nullptr, 10) : 100000;
   const long seed = argc > 2 ? std::strtol(argv[2], nullptr, 10) : 1;
-  const std::vector<kvonce::Device> known = kvonce::devices();
+  const std::vector<kvonce::Device> known = kvonce::fuzz::known_devices();
   kvonce::fuzz::SeededChoices choices(static_cast<std::uint64_t>(seed));
   long by_refusal[5] = {};  // [0]: planned
   long wrong = 0;

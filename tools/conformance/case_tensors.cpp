@@ -377,6 +377,21 @@ void CaseTensors::make_outputs() {
   reset_outputs();
 }
 
+std::vector<const GuardedBuffer*> CaseTensors::input_buffers() const {
+  std::vector<const GuardedBuffer*> buffers;
+  for (const GuardedBuffer* buffer : {&q_, &k_, &v_, &mask_, &k_scales_, &k_biases_, &v_scales_, &v_biases_, &sinks_,
+                                      &alibi_slopes_, &mask_slopes_, &block_table_, &kv_lens_, &kv_starts_}) {
+    if (buffer->mapped_bytes() > 0) buffers.push_back(buffer);
+  }
+  return buffers;
+}
+
+std::vector<GuardedBuffer*> CaseTensors::output_buffers() {
+  std::vector<GuardedBuffer*> buffers = {&out_};
+  if (spec_.want_lse) buffers.push_back(&lse_);
+  return buffers;
+}
+
 void CaseTensors::reset_outputs() {
   out_.fill_byte(kUntouched);
   if (spec_.want_lse) lse_.fill_byte(kUntouched);

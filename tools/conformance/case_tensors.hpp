@@ -53,6 +53,10 @@ class CaseTensors {
   [[nodiscard]] const Inputs& inputs() const { return inputs_; }
   [[nodiscard]] const Outputs& outputs() const { return outputs_; }
 
+  /// What inputs() and outputs() point into, for a mirror in another memory.
+  [[nodiscard]] std::vector<const GuardedBuffer*> input_buffers() const;
+  [[nodiscard]] std::vector<GuardedBuffer*> output_buffers();
+
   /// Fills out, lse and everything around them with 0xff bytes (NaN in every dtype).
   void reset_outputs();
   /// Empty, or what was written that must not be: gaps and margins of out and lse.

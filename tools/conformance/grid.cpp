@@ -237,6 +237,25 @@ std::string describe(const CaseSpec& spec, const Row& row, std::uint64_t case_se
   return text.str();
 }
 
+// CUDA: how a stream's blocks split and join, which the CPU has no counterpart of. A third of the cases keep their
+// chunk_tokens, in whole tiles of 16.
+void set_cuda_policy(CaseSpec& spec) {
+  Random random(spec.seed + 5000);
+  Policy policy;
+  const bool one_tile = std::max(spec.problem.head_dim_qk, spec.problem.dim_v()) > 128;
+  policy.row_tile = random.pick(std::vector<std::int64_t>{0, 8, one_tile ? 8 : 16});
+  policy.cluster = random.between(-1, 1);
+  policy.join_blocks = random.pick(std::vector<std::int64_t>{0, 0, 1, 2, 3, 7, 16});
+  if (random.below(3) == 0) {
+    policy.chunk_tokens = (spec.options.chunk_tokens + 15) / 16 * 16;
+  } else {
+    policy.splits = random.pick(std::vector<std::int64_t>{0, 0, 1, 2, 3, 5, 8, 16, 33, 132});
+  }
+  spec.options.chunk_tokens = 0;
+  spec.options.policy = policy;
+  spec.name += " policy=" + to_string(policy);
+}
+
 }  // namespace
 
 GridLimits grid_limits(Level level, std::uint64_t seed) {
@@ -298,9 +317,12 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
       const bool two_kernels = (device.target == "avx512_bf16" || device.target == "neon_bf16") &&
                                spec.problem.q_dtype == DType::bf16 && spec.problem.k_format == KvFormat::bf16;
       for (std::int64_t pair_dot = 0; pair_dot <= (two_kernels ? 1 : 0); ++pair_dot) {
-        spec.options.policy.pair_dot = pair_dot;
-        results.push_back(check_oracle(spec, device));
-        results.back().name = device.target + (pair_dot == 1 ? " pair_dot " : " ") + results.back().name;
+        if (device.backend == Backend::cpu) spec.options.policy.pair_dot = pair_dot;
+        if (device.backend == Backend::cuda) set_cuda_policy(spec);
+        CaseSpec named = spec;
+        named.name = device.target + (pair_dot == 1 ? " pair_dot " : " ") + spec.name;
+        if (!is_wanted(named.name)) continue;
+        results.push_back(check_oracle(named, device));
         if (on_result) on_result(results.back());
       }
     }

@@ -10,7 +10,6 @@
 namespace kvonce::conformance {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kLead = 256;  // margin before the payload, beyond what rounding to pages adds
 
 }  // namespace

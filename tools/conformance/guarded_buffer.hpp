@@ -22,6 +22,11 @@ class GuardedBuffer {
 
   [[nodiscard]] unsigned char* data() const { return data_; }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
+  /// Payload and margins: whole pages.
+  [[nodiscard]] unsigned char* mapped() const { return mapping_ == nullptr ? nullptr : mapping_ + kPage; }
+  [[nodiscard]] std::size_t mapped_bytes() const { return mapping_ == nullptr ? 0 : mapping_bytes_ - 2 * kPage; }
+
+  static constexpr std::size_t kPage = 4096;
 
   /// Sets every mapped byte. A pattern of `unit` bytes is laid so that it is in phase with the payload's start.
   void fill(const void* pattern, std::size_t unit);

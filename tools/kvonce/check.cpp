@@ -57,7 +57,17 @@ TargetResults check_target(const Device& device, Level level, Progress& progress
   return target;
 }
 
-// The named target, or all. What does not run is there as one skipped result.
+std::string name_of(const Device& device) {
+  return device.target.empty() ? std::string(to_string(device.backend)) : device.target;
+}
+
+bool is_asked_for(const Device& device, const CheckOptions& options) {
+  if (device.backend == Backend::metal) return false;
+  return options.backend.empty() || options.backend == to_string(device.backend);
+}
+
+// The named target, the backend's, or all. What does not run is there as one skipped result. Of several CUDA devices the
+// first is checked: the current one.
 std::vector<TargetResults> check_targets(const CheckOptions& options, Level level) {
   // One target's quick cases take 2 to 10 s: one that starts later than this could end after 20 s.
   constexpr std::chrono::seconds kLatestQuickStart{8};
@@ -67,9 +77,9 @@ std::vector<TargetResults> check_targets(const CheckOptions& options, Level leve
   const auto begin = std::chrono::steady_clock::now();
   std::vector<TargetResults> targets;
   for (const Device& device : devices()) {
-    if (device.backend != Backend::cpu) continue;
+    if (!is_asked_for(device, options) || device.ordinal > 0) continue;
     if (!device.unavailable.empty()) {
-      targets.push_back({device.target, {skipped_target(device.target, device.unavailable)}, 0.0});
+      targets.push_back({name_of(device), {skipped_target(name_of(device), device.unavailable)}, 0.0});
     } else if (options.quick && std::chrono::steady_clock::now() - begin > kLatestQuickStart) {
       targets.push_back({device.target, {skipped_target(device.target, "no time left for it with --quick")}, 0.0});
     } else {

@@ -39,8 +39,9 @@ struct TuneOptions {
 struct CheckOptions {
   bool quick = false;
   bool full = false;
-  std::string target;
-  std::string policy;  // a policy file; empty: that of KVONCE_POLICY
+  std::string backend;  // cpu or cuda; empty: all
+  std::string target;   // of the CPU
+  std::string policy;   // a policy file; empty: that of KVONCE_POLICY
   std::optional<Format> format;
 };
 

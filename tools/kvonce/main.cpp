@@ -135,11 +135,16 @@ void add_check_command(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand("check", "Check every kernel of this machine against the oracle");
   command->footer(
       "Example:\n  kvonce check --quick\n\n"
-      "Without options every target that this machine can run is checked. The last line is the sum:\n"
-      "N passed, N failed, N skipped. Exit code 1 when a case failed.");
+      "Without options every CPU target and CUDA device that this machine has is checked. The last line is the sum:\n"
+      "N passed, N failed, N skipped. Exit code 1 when a case failed. Environment: KVONCE_ONLY=TEXT runs the cases "
+      "whose\n"
+      "names contain TEXT, KVONCE_TRACE=1 names each CUDA case before it runs.");
   CLI::Option* quick = command->add_flag("--quick", options->quick, "Fewer cases, in under 20 seconds");
   command->add_flag("--full", options->full, "Every case: minutes per target")->excludes(quick);
-  command->add_option("--target", options->target, "This target only, see `kvonce devices`");
+  CLI::Option* target = command->add_option("--target", options->target, "This CPU target only, see `kvonce devices`");
+  command->add_option("--backend", options->backend, "This backend only: cpu or cuda")
+      ->check(CLI::IsMember({"cpu", "cuda"}).description(""))
+      ->excludes(target);
   command->add_option("--policy", options->policy, "A policy FILE, as `kvonce tune` writes it");
   add_format_option(*command, options->format);
   command->callback([options, &exit_code] { exit_code = run_check(*options); });
