@@ -86,7 +86,7 @@ struct Context {
 
 /// CUDA: makes a workspace ready for any number of calls of this plan, one after the other; enqueued on the context's
 /// stream, once, before the first. Needed again after a call that did not finish. attend() with a workspace that nobody
-/// prepared gives NaN. Other backends need nothing: there it only checks its arguments. Errors as attend().
+/// prepared gives NaN where the plan joins partials in it. Other backends need nothing: there it only checks its arguments. Errors as attend().
 KVONCE_API void prepare_workspace(const Plan& plan, void* workspace, std::size_t workspace_bytes,
                                   const Context& context = {});
 

@@ -291,9 +291,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_mma(const __grid_consta
   if (early) wait_for_preceding();
   tile.load_row_tile(params, w);
   Ticket ticket;
-  if constexpr (kJoin == kJoinWorkspace) {
-    if (threadIdx.x == 0) ticket = take_ticket(params, w);
-  }
+  if constexpr (kJoin == kJoinWorkspace) ticket = take_ticket(params, w);
   tile.clear();
 
   const bool rows_differ = params.q_len > 1 && (params.causal || params.window > 0);
@@ -314,7 +312,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_mma(const __grid_consta
   tile.store_partial(area, warp);
   __shared__ int ticket_number;
   if constexpr (kJoin == kJoinWorkspace) {
-    if (threadIdx.x == 0) ticket_number = show_ticket(params, w, ticket);
+    if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
   }
   __syncthreads();
   merge_block<kWarps, kJoin>(params, w, area, kDimV / 4, ticket_number);

@@ -243,8 +243,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   touch_params(params);
   if (early) wait_for_preceding();
   tile.load_row_tile(params, w);
-  Ticket ticket;
-  if (threadIdx.x == 0) ticket = take_ticket(params, w);
+  const Ticket ticket = take_ticket(params, w);
 
   const RowRange range = range_of(params, w, min(tile.lane_row(), w.num_rows - 1));
   while (has_step) {
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   const MergeArea area = lay_out_area<kWarps>(params, w, params.head_dim_v);
   tile.store_partial(area, warp);
   __shared__ int ticket_number;
-  if (threadIdx.x == 0) ticket_number = show_ticket(params, w, ticket);
+  if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
   __syncthreads();
   merge_block<kWarps, kJoinWorkspace>(params, w, area, params.head_dim_v / 4, ticket_number);
 }

@@ -41,15 +41,18 @@ __device__ __forceinline__ void join(Partial& a, const float4 (&x)[kCount], cons
   }
 }
 
-/// Joins what `lanes` neighbouring lanes (a power of two) gathered of one element; all of them get the result.
-__device__ __forceinline__ void join_lanes(Partial& a, int lanes) {
+/// Joins what lanes kFirst, 2 * kFirst, ... below kEnd apart (powers of two) gathered of one element; all get the result.
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void join_lanes(Partial& a) {
   float shift = a.m;
-  for (int step = 1; step < lanes; step *= 2) shift = fmaxf(shift, __shfl_xor_sync(kAllLanes, shift, step));
+#pragma unroll
+  for (int step = kFirst; step < kEnd; step *= 2) shift = fmaxf(shift, __shfl_xor_sync(kAllLanes, shift, step));
   const float f = exp2_approx(a.m - shift);
   a.m = shift;
   a.x = {a.x.x * f, a.x.y * f, a.x.z * f, a.x.w * f};
   a.l *= f;
-  for (int step = 1; step < lanes; step *= 2) {
+#pragma unroll
+  for (int step = kFirst; step < kEnd; step *= 2) {
     a.x.x += __shfl_xor_sync(kAllLanes, a.x.x, step);
     a.x.y += __shfl_xor_sync(kAllLanes, a.x.y, step);
     a.x.z += __shfl_xor_sync(kAllLanes, a.x.z, step);
@@ -88,20 +91,27 @@ struct Ticket {
   int number = 0;
 };
 
-/// Takes this block's place in the order in which the blocks of its stream start. Nothing here waits for the answer.
+/// Takes this block's place in the order in which the blocks of its stream start; the counter is back at 0 when all have
+/// asked. Nothing waits for the answer here: an increment with a limit is not gathered over the warp as an addition is.
 __device__ __forceinline__ Ticket take_ticket(const AttendParams& p, const BlockWork& w) {
   Ticket ticket;
-  if (w.num_splits == 1) return ticket;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(ticket.prepared) : "l"(p.header));
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket.number) : "l"(p.tickets + w.stream));
+  const int ask = threadIdx.x == 0 && w.num_splits > 1 ? 1 : 0;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred ask;\n\t"
+      "setp.ne.s32 ask, %2, 0;\n\t"
+      "@ask ld.relaxed.gpu.global.u32 %0, [%3];\n\t"
+      "@ask atom.relaxed.gpu.global.inc.u32 %1, [%4], %5;\n\t"
+      "}"
+      : "+r"(ticket.prepared), "+r"(ticket.number)
+      : "r"(ask), "l"(p.header), "l"(p.tickets + w.stream), "r"(w.num_splits - 1)
+      : "memory");
   return ticket;
 }
 
-/// The ticket's number; -1 in a workspace that nobody prepared. The last block's leaves the counter as it was found.
-__device__ __forceinline__ int show_ticket(const AttendParams& p, const BlockWork& w, const Ticket& ticket) {
-  if (ticket.prepared != kPreparedWord) return -1;
-  if (w.num_splits > 1 && ticket.number == w.num_splits - 1) p.tickets[w.stream] = 0;
-  return ticket.number;
+/// The ticket's number; -1 in a workspace that nobody prepared.
+__device__ __forceinline__ int show_ticket(const Ticket& ticket) {
+  return ticket.prepared == kPreparedWord ? ticket.number : -1;
 }
 
 extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -164,7 +174,7 @@ __device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w
     const float2 ml[1] = {make_float2(p.sinks[place.head] * shared::kLog2e, 1.0F)};
     join(a, x, ml, 1);
   }
-  const float scale = a.l == 0.0F ? 0.0F : __fdividef(1.0F, a.l);
+  const float scale = a.l == 0.0F ? 0.0F : 1.0F / a.l;
   const std::int64_t at = w.seq * p.out_seq + place.head * p.out_head + place.query * p.out_token + dim;
   store_output(p.out, p.out_type, at, p.vector_out, {a.x.x * scale, a.x.y * scale, a.x.z * scale, a.x.w * scale});
   if (p.lse != nullptr && dim == 0) {
@@ -229,7 +239,7 @@ __device__ __forceinline__ void join_cluster(const AttendParams& p, const BlockW
       }
       join(a, x, ml, n);
     }
-    join_lanes(a, lanes);
+    join_lanes<1, lanes>(a);
     if (at < mine && lane == 0) finish(p, w, begin + at, row_elements, a);
   }
 }
@@ -254,7 +264,7 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
     const int column = e - row * row_elements;
     Partial a = join_warps<kWarps>(area, row, column * 4);
     a.x = {without_empty_word(a.x.x), without_empty_word(a.x.y), without_empty_word(a.x.z), without_empty_word(a.x.w)};
-    store_words(partials + w.split * capacity + e, a.x);
+    store_words(partials + static_cast<std::int64_t>(w.split) * capacity + e, a.x);
     const int owner = e >> slice_log2;
     if (column == 0 || (e & (slice - 1)) == 0) {
       const int at = (owner * p.num_splits + w.split) * p.slice_rows + row - (owner << slice_log2) / row_elements;
@@ -265,21 +275,22 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
   if (joiner < 0) return;
   const int begin = joiner * slice;
   const int mine = min(slice, elements - begin);
-  float2* const ml = all_ml + joiner * p.num_splits * p.slice_rows;
+  float2* const ml = all_ml + static_cast<std::int64_t>(joiner) * p.num_splits * p.slice_rows;
   const int first_row = begin / row_elements;
   const float empty = __uint_as_float(kEmptyWord);
-  // Every element is gathered by `lanes` neighbours, each in turn over the splits.
-  constexpr int lanes = 16;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  for (int from = 0; from < mine; from += kThreads / lanes) {
-    const int at = from + static_cast<int>(threadIdx.x) / lanes;
+  // Groups of kSlice threads take the splits in turn, a thread an element: a split's part of a slice is 256 neighbouring
+  // bytes. Then the warps' sums meet in shared memory.
+  constexpr int kGroups = kThreads / kSlice;
+  const int group = static_cast<int>(threadIdx.x) / kSlice;
+  for (int from = 0; from < mine; from += kSlice) {
+    const int at = from + static_cast<int>(threadIdx.x) % kSlice;
     Partial a;
     if (at < mine) {
       float4* const element = partials + begin + at;
       float2* const element_ml = ml + ((begin + at) / row_elements - first_row);
       constexpr int kAtOnce = 4;  // loads in flight
-      for (int split = lane; split < w.num_splits; split += kAtOnce * lanes) {
-        const int n = (w.num_splits - split + lanes - 1) / lanes;
+      for (int split = group; split < w.num_splits; split += kAtOnce * kGroups) {
+        const int n = (w.num_splits - split + kGroups - 1) / kGroups;
         float4 x[kAtOnce];
         float2 y[kAtOnce];
         bool full = false;
@@ -287,8 +298,8 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
             if (i < n) {
-              x[i] = load_words(element + (split + i * lanes) * capacity);
-              y[i] = load_words(element_ml + (split + i * lanes) * p.slice_rows);
+              x[i] = load_words(element + static_cast<std::int64_t>(split + i * kGroups) * capacity);
+              y[i] = load_words(element_ml + static_cast<std::int64_t>(split + i * kGroups) * p.slice_rows);
             }
           }
           full = true;
@@ -300,13 +311,29 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
         // Read: the place is empty again for the next call.
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          if (i < n) store_words(element + (split + i * lanes) * capacity, {empty, empty, empty, empty});
+          if (i < n) {
+            store_words(element + static_cast<std::int64_t>(split + i * kGroups) * capacity, {empty, empty, empty, empty});
+          }
         }
         join(a, x, y, n);
       }
     }
-    join_lanes(a, lanes);
-    if (at < mine && lane == 0) finish(p, w, begin + at, row_elements, a);
+    join_lanes<kSlice, 32>(a);
+    auto* const sums = reinterpret_cast<float4*>(area.x);  // [kWarps][kSlice + 1]: the warps' partials are used up
+    auto* const sums_ml = reinterpret_cast<float2*>(sums + kWarps * (kSlice + 1));
+    const int place = static_cast<int>(threadIdx.x) / 32 * (kSlice + 1) + static_cast<int>(threadIdx.x) % 32;
+    __syncthreads();
+    if (threadIdx.x % 32 < kSlice) {
+      sums[place] = a.x;
+      sums_ml[place] = make_float2(a.m, a.l);
+    }
+    __syncthreads();
+    const int sum_at = static_cast<int>(threadIdx.x) / kWarps;
+    if (threadIdx.x / 32 >= kSlice * kWarps / 32) continue;  // whole warps
+    const int sum = static_cast<int>(threadIdx.x) % kWarps * (kSlice + 1) + sum_at;
+    a = {sums[sum], sums_ml[sum].x, sums_ml[sum].y};
+    join_lanes<1, kWarps>(a);
+    if (from + sum_at < mine && threadIdx.x % kWarps == 0) finish(p, w, begin + from + sum_at, row_elements, a);
   }
   // A row's maximum and sum were read by several elements: their places are emptied when all have.
   __syncthreads();

@@ -93,6 +93,9 @@ struct AttendParams {
 /// tokens through the workspace: 6.3 us with 8, 6.8 us with 4.
 constexpr std::int32_t kMinTiles = 8;
 
+/// Elements (of four dims) of a slice of the output that one block joins at a time.
+constexpr std::int32_t kSlice = 16;
+
 /// n / divisor for 0 <= n < 2^31, with magic = divide_magic(divisor).
 KVONCE_FN std::uint32_t divide_magic(std::int32_t divisor) {
   return divisor == 1 ? 0 : static_cast<std::uint32_t>((1ULL << 32) / static_cast<std::uint64_t>(divisor) + 1);
@@ -100,7 +103,11 @@ KVONCE_FN std::uint32_t divide_magic(std::int32_t divisor) {
 
 // Shared memory of a block, in order: the warps' partials, their maxima and sums, and in a cluster what the other blocks
 // send. Sizes are multiples of 16 bytes.
-KVONCE_FN constexpr int merge_x_floats(int num_warps, int rows, int dim_v) { return num_warps * rows * dim_v; }
+// At least what join_workspace() needs for its sums: 6 floats for every warp and element of a slice, and one to spare.
+KVONCE_FN constexpr int merge_x_floats(int num_warps, int rows, int dim_v) {
+  const int sums = 6 * num_warps * (kSlice + 1);
+  return num_warps * rows * dim_v > sums ? num_warps * rows * dim_v : sums;
+}
 KVONCE_FN constexpr int merge_ml_pairs(int num_warps, int rows) { return (num_warps * rows + 1) / 2 * 2; }
 KVONCE_FN constexpr int received_elements(const AttendParams& p) {
   return p.join == kJoinCluster ? p.num_splits << p.slice_log2 : 0;

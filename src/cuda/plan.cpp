@@ -11,7 +11,6 @@ namespace kvonce::cuda {
 namespace {
 
 constexpr std::int64_t kTile = 16;  // tokens a warp takes at a time
-constexpr std::int64_t kMaxCluster = 16;
 
 struct Dims {
   std::int64_t qk;
@@ -58,10 +57,9 @@ void require_policy(const Policy& policy) {
   const auto field = [](const char* name, std::int64_t value, bool fits, const char* allowed) {
     if (!fits) core::refuse(ErrorCode::InvalidArgument, name, std::to_string(value), allowed);
   };
-  field("policy.row_tile", policy.row_tile, policy.row_tile == 0 || policy.row_tile == 8 || policy.row_tile == 16,
-        "0 (choose), 8 or 16 on the cuda backend");
-  field("policy.rows_per_worker", policy.rows_per_worker, policy.rows_per_worker == 0,
-        "0 on the cuda backend: a block takes one row tile");
+  field("policy.rows_per_worker", policy.rows_per_worker,
+        policy.rows_per_worker == 0 || policy.rows_per_worker == policy.row_tile,
+        "0 or the same as row_tile on the cuda backend: a block takes one row tile");
   field("policy.chunk_tokens", policy.chunk_tokens,
         policy.chunk_tokens >= 0 && policy.chunk_tokens % kTile == 0 && policy.chunk_tokens <= (1 << 30),
         "0 (choose) or a multiple of 16 up to 2^30 on the cuda backend");
@@ -90,6 +88,9 @@ bool has_clusters(const Device& device) {
   // "sm_90", "sm_100", ...: clusters exist from 9.0 on.
   return device.target.size() > 4 && (device.target.size() > 5 || device.target[3] >= '9');
 }
+
+/// Blocks of a cluster: 8 everywhere, 16 where it has been tried.
+std::int64_t cluster_limit(const Device& device) { return device.target == "sm_90" ? 16 : 8; }
 
 std::int64_t kv_bytes(const Problem& p) {
   const std::int64_t token = format_bytes(p.k_format, p.head_dim_qk) +
@@ -149,7 +150,8 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
     constexpr std::int64_t kClusterBlocks = 64;
     constexpr std::int64_t kClusterBlockBytes = 160 * 1024;
     std::int64_t cluster = 1;
-    while (2 * cluster <= kMaxCluster && 2 * cluster * streams <= kClusterBlocks && 2 * cluster * kMinTiles <= max_tiles) {
+    const std::int64_t most = cluster_limit(device);
+    while (2 * cluster <= most && 2 * cluster * streams <= kClusterBlocks && 2 * cluster * kMinTiles <= max_tiles) {
       cluster *= 2;
     }
     const bool fits = may_cluster && has_clusters(device) && cluster > 1;
@@ -157,16 +159,15 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
     if (fits && wanted) {
       s.join = kJoinCluster;
       s.num_splits = static_cast<std::int32_t>(
-          policy.splits > 0 ? std::min<std::int64_t>(policy.splits, kMaxCluster) : cluster);
+          policy.splits > 0 ? std::min<std::int64_t>(policy.splits, most) : cluster);
     } else {
       s.num_splits = static_cast<std::int32_t>(policy.splits > 0 ? policy.splits : choose_splits(streams, sms, max_tiles));
     }
   }
   require(static_cast<std::int64_t>(s.num_splits) * rows_per_block * p.head_dim_v < (1LL << 31),
           "splitting max_kv_len into " + std::to_string(s.num_splits) + " parts", "use larger chunk_tokens");
-  // Slices of 16 elements, of four dims each: what a block's threads gather at once.
   const std::int64_t join_blocks =
-      policy.join_blocks > 0 ? policy.join_blocks : shared::ceil_div(rows_per_block * p.head_dim_v / 4, 16);
+      policy.join_blocks > 0 ? policy.join_blocks : shared::ceil_div(rows_per_block * p.head_dim_v / 4, kSlice);
   s.join_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, s.num_splits));
   return s;
 }
@@ -202,6 +203,7 @@ void lay_out_workspace(core::PlanData& data, CudaPlan& plan) {
     if (!s->exists || s->join == kJoinCluster || s->num_splits == 1) continue;
     Layout probe;  // refuses what overflows
     (void)probe.add(streams(*s), s->num_splits * s->rows_per_block, p.head_dim_v * 4);
+    (void)probe.add(streams(*s) * s->join_blocks, s->num_splits * s->rows_per_block, 8);
     tickets = std::max(tickets, streams(*s));
     ml = std::max(ml, streams(*s) * s->join_blocks * s->num_splits * s->rows_per_block);
     o = std::max(o, streams(*s) * s->num_splits * s->rows_per_block * p.head_dim_v);
@@ -231,32 +233,37 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   const std::int64_t rows = data.rows_per_stream;
   const std::int64_t largest_dim = std::max(p.head_dim_qk, p.head_dim_v);
   const std::string prefix = "attend_" + data.device.target + "_" + format_name(p) + "_";
+  std::int64_t generic_rows = 8;  // 8 rows of up to 128 dims, 4 of 256, 2 of 512, 1 of 1024
+  for (std::int64_t dim = 128; dim < largest_dim; dim *= 2) generic_rows /= 2;
+  std::int64_t tile = generic_rows;
   if (has_mma(p)) {
-    std::int64_t tile = options.policy.row_tile;
-    if (tile == 0) tile = rows > kMmaRows && largest_dim <= kWideMmaDim ? 2 * kMmaRows : kMmaRows;
-    if (tile > kMmaRows && largest_dim > kWideMmaDim) {
+    const std::int64_t most = largest_dim <= kWideMmaDim ? 2 * kMmaRows : kMmaRows;
+    tile = options.policy.row_tile > 0 ? options.policy.row_tile : rows > kMmaRows ? most : kMmaRows;
+    if (tile != kMmaRows && tile != most) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(tile),
-                   "8 for head dims above " + std::to_string(kWideMmaDim));
+                   most > kMmaRows ? "0 (choose), 8 or 16" : "0 (choose) or 8 for these head dims");
     }
     plan->mma = shape_for(p, data.device, options.policy, rows, tile, true);
   } else {
+    if (options.policy.row_tile > 0 && options.policy.row_tile != tile) {
+      core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(options.policy.row_tile),
+                   "0 (choose) or " + std::to_string(tile) + ", the generic kernel's for these head dims");
+    }
     data.rejected.push_back(prefix + "mma: serves q, K and V of one 16-bit type, head dims 64 80 96 112 128 192 256 "
                                      "(192,128)");
   }
-  std::int64_t generic_rows = 8;  // 8 rows of up to 128 dims, 4 of 256, 2 of 512, 1 of 1024
-  for (std::int64_t dim = 128; dim < largest_dim; dim *= 2) generic_rows /= 2;
   plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows, false);
 
   const LaunchShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
   data.kernel_id = prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" + std::to_string(p.head_dim_v) +
-                                                    "_r" + std::to_string(chosen.rows_per_block > kMmaRows ? 16 : 8)
-                                              : "dany_r" + std::to_string(generic_rows));
+                                                    "_r" + std::to_string(tile)
+                                              : "dany_r" + std::to_string(tile));
   data.row_blocks = chosen.row_blocks;
   data.max_chunks = chosen.num_splits;
   Policy& policy = data.policy;
   policy = Policy();
-  policy.row_tile = chosen.rows_per_block;
-  policy.rows_per_worker = chosen.rows_per_block;
+  policy.row_tile = tile;
+  policy.rows_per_worker = tile;
   policy.chunk_tokens = chosen.split_tokens > 0
                             ? chosen.split_tokens
                             : std::max<std::int64_t>(kTile, shared::ceil_div(shared::ceil_div(p.max_kv_len, kTile),
