@@ -151,7 +151,7 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
     constexpr std::int64_t kClusterBlockBytes = 160 * 1024;
     std::int64_t cluster = 1;
     const std::int64_t most = cluster_limit(device);
-    while (2 * cluster <= most && 2 * cluster * streams <= kClusterBlocks && 2 * cluster * kMinTiles <= max_tiles) {
+    while (2 * cluster <= most && 2 * cluster * streams <= std::min(kClusterBlocks, sms) && 2 * cluster * kMinTiles <= max_tiles) {
       cluster *= 2;
     }
     const bool fits = may_cluster && has_clusters(device) && cluster > 1;
@@ -164,8 +164,10 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
       s.num_splits = static_cast<std::int32_t>(policy.splits > 0 ? policy.splits : choose_splits(streams, sms, max_tiles));
     }
   }
-  require(static_cast<std::int64_t>(s.num_splits) * rows_per_block * p.head_dim_v < (1LL << 31),
-          "splitting max_kv_len into " + std::to_string(s.num_splits) + " parts", "use larger chunk_tokens");
+  if (static_cast<std::int64_t>(s.num_splits) * rows_per_block * p.head_dim_v >= (1LL << 31)) {
+    core::refuse(ErrorCode::InvalidArgument, "chunk_tokens", std::to_string(policy.chunk_tokens),
+                 "larger values: a KV stream's partials must stay below 2^31 numbers");
+  }
   const std::int64_t join_blocks =
       policy.join_blocks > 0 ? policy.join_blocks : shared::ceil_div(rows_per_block * p.head_dim_v / 4, kSlice);
   s.join_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, s.num_splits));

@@ -285,7 +285,9 @@ TEST(CudaPlanTest, TheWorkspaceDoesNotGrowWithTheCapacity) {
 TEST(CudaPlanTest, AWorkspaceBeyondTheAddressSpaceIsRefused) {
   Problem p = bf16_problem(8, 8000, 1024, 2000000000);
   p.num_seqs = 1 << 20;
-  EXPECT_NE(refusal(p, ErrorCode::InvalidArgument, with("chunk_tokens=16")).find("workspace"), std::string::npos);
+  p.num_kv_heads = p.num_q_heads = 1 << 15;
+  EXPECT_NE(refusal(p, ErrorCode::InvalidArgument, with("chunk_tokens=16")).find("chunk_tokens"), std::string::npos);
+  EXPECT_NE(refusal(p, ErrorCode::InvalidArgument, with("chunk_tokens=1600")).find("workspace"), std::string::npos);
 }
 
 TEST(CudaPlanTest, NothingToDoNeedsNoWorkspace) {

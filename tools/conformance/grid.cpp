@@ -242,8 +242,12 @@ std::string describe(const CaseSpec& spec, const Row& row, std::uint64_t case_se
 void set_cuda_policy(CaseSpec& spec) {
   Random random(spec.seed + 5000);
   Policy policy;
-  const bool one_tile = std::max(spec.problem.head_dim_qk, spec.problem.dim_v()) > 128;
-  policy.row_tile = random.pick(std::vector<std::int64_t>{0, 8, one_tile ? 8 : 16});
+  // The tensor-core kernel takes 8 or 16 rows, 16 up to 128 dims; the generic one has no choice.
+  const Problem& p = spec.problem;
+  const bool one_tile = std::max(p.head_dim_qk, p.dim_v()) > 128;
+  const bool one_type = static_cast<int>(p.q_dtype) == static_cast<int>(p.k_format) && p.k_format == p.v_format;
+  const std::int64_t row_tile = random.pick(std::vector<std::int64_t>{0, 8, one_tile ? 8 : 16});
+  if (one_type && p.k_format != KvFormat::f32 && p.head_dim_qk % 64 == 0 && !one_tile) policy.row_tile = row_tile;
   policy.cluster = random.between(-1, 1);
   policy.join_blocks = random.pick(std::vector<std::int64_t>{0, 0, 1, 2, 3, 7, 16});
   if (random.below(3) == 0) {
