@@ -29,6 +29,7 @@ struct Device {
   bool fetches_line_pairs = false;  // a miss brings the neighbour of its cache line too
   bool fast_pair_dot = false;  // the processor multiplies bf16 pairs faster than it converts and multiplies float32
   double read_gbps = 0.0;      // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
+  bool follows_prefetches = false;  // prefetches in address order start the streams that loads in that order do
 };
 
 /// Every backend and target this library knows, best CPU target first; what cannot run here says why.
@@ -54,6 +55,8 @@ struct Policy {
   std::int64_t prefetch_lines = 0;
   std::int64_t pair_dot = -1;     // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
   std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
+  /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
+  std::int64_t prefetch_level = 0;
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.

@@ -162,8 +162,13 @@ class ChunkRunner {
     const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
     if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
     const std::int64_t stride_bytes = token_stride * element;
-    return {static_cast<const char*>(data) + begin * stride_bytes, stride_bytes, row_bytes, end - begin, paced_by,
-            stride_bytes == row_bytes ? task_.prefetch_lines : 1};  // a gap's line is nobody's neighbour
+    return {static_cast<const char*>(data) + begin * stride_bytes,
+            stride_bytes,
+            row_bytes,
+            end - begin,
+            paced_by,
+            stride_bytes == row_bytes ? task_.prefetch_lines : 1,  // a gap's line is nobody's neighbour
+            task_.prefetch_level};
   }
   /// A step's values are fetched while its keys are scored, and the next step's keys while the values are added up, so that
   /// little passes through the cache between the request and the use. Against keys and values each one whole step

@@ -106,6 +106,7 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   require_not_negative("policy.prefetch_lines", policy.prefetch_lines, 0);
   require_not_negative("policy.pair_dot", policy.pair_dot, -1);
   require_not_negative("policy.worker_bytes", policy.worker_bytes, 0);
+  require_not_negative("policy.prefetch_level", policy.prefetch_level, 0);
   if (policy.worker_bytes == 0) policy.worker_bytes = kWorkerBytes;
   if (policy.row_tile == 0) {
     // The largest that the registers hold. Share of the roof with tiles of 8 and 4, 8 rows, Ice Lake: 32q/4kv d128
@@ -138,9 +139,16 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   if (policy.prefetch_lines > 2) {
     core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_lines", std::to_string(policy.prefetch_lines), "1 or 2");
   }
+  // Zen 4, 2 threads, GB/s at levels 1 and 2, 32q/32kv, 32q/8kv, 32q/4kv d128 and 64q/8kv d64, kv 8192: bf16 19.2 to 27.4, 23.1 to 28.3,
+  // 22.1 to 23.4, 20.1 to 21.3; f16 19.3 to 27.0, 22.6 to 26.6, 17.7 to 17.9, 14.8 to 14.9; f32 22.4 to 34.5, 24.9 to 34.2, 18.9 to 23.8,
+  // 19.7 to 24.2; AVX2 f16 24.2 to 28.6, 23.9 to 27.1, 16.8 to 18.3, 15.8 to 17.7.
+  if (policy.prefetch_level == 0) policy.prefetch_level = data.device.follows_prefetches ? 2 : 1;
+  if (policy.prefetch_level > 2) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_level", std::to_string(policy.prefetch_level), "1 or 2");
+  }
   const bool can_pair_dot = target.has_pair_dot && p.q_dtype == DType::bf16 && p.k_format == KvFormat::bf16;
   // Off on Sapphire Rapids: 11.3 GB/s against 14.1 converted (8 rows, d128), 9.7 against 11.7 (d64), L2-resident, one thread.
-  // On for AMD: a prototype's pair products ran 1.75x faster than its converted f16 on Zen 5. Not measured on Arm.
+  // On for AMD: Zen 4, one thread from memory, 13.3 GB/s against 10.2 (8 rows, d128), 11.8 against 8.9 (d64). Not measured on Arm.
   if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot ? 1 : 0;
   if (policy.pair_dot > (can_pair_dot ? 1 : 0)) {
     core::refuse(ErrorCode::InvalidArgument, "policy.pair_dot", std::to_string(policy.pair_dot),

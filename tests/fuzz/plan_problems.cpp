@@ -126,10 +126,11 @@ void spoil(Choices& choices, Problem& p) {
 PlanOptions random_options(Choices& choices) {
   PlanOptions options;
   if (choices.below(3) != 0) return options;
-  std::int64_t* const numbers[] = {
-      &options.chunk_tokens,          &options.policy.row_tile,    &options.policy.rows_per_worker,
-      &options.policy.chunk_tokens,   &options.policy.step_tokens, &options.policy.prefetch_tokens,
-      &options.policy.prefetch_lines, &options.policy.pair_dot,    &options.policy.worker_bytes};
+  std::int64_t* const numbers[] = {&options.chunk_tokens,           &options.policy.row_tile,
+                                   &options.policy.rows_per_worker, &options.policy.chunk_tokens,
+                                   &options.policy.step_tokens,     &options.policy.prefetch_tokens,
+                                   &options.policy.prefetch_lines,  &options.policy.pair_dot,
+                                   &options.policy.worker_bytes,    &options.policy.prefetch_level};
   for (std::int64_t* number : numbers) {
     if (choices.below(4) == 0) *number = choices.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16, 32, 64, 128, 4096});
     if (choices.below(24) == 0) *number = choices.pick(kOdd);
@@ -168,6 +169,7 @@ std::string judge(const Plan& plan) {
   if (policy.step_tokens < 1) return "policy.step_tokens " + std::to_string(policy.step_tokens);
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
   if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
+  if (policy.prefetch_level < 1) return "policy.prefetch_level " + std::to_string(policy.prefetch_level);
   const core::WorkspaceLayout& layout = plan.data().workspace;
   for (const std::size_t offset : {layout.item_starts, layout.counters, layout.partial_lse, layout.partial_o,
                                    layout.scratch, layout.scratch_bytes}) {
