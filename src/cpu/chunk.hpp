@@ -5,6 +5,7 @@
 
 #include "cpu/attend.hpp"
 #include "cpu/attend_dot.hpp"
+#include "cpu/attend_in_order.hpp"
 #include "cpu/attend_split.hpp"
 #include "cpu/task.hpp"
 
@@ -32,6 +33,13 @@ constexpr TileKernels<S> tile_kernels() {
 }
 
 template <class S>
+decltype(TileKernels<S>::score_tokens) in_order_scores(KvFormat k_format) {
+  if (k_format == KvFormat::f32) return score_tokens_in_order<S, KvFormat::f32>;
+  if (k_format == KvFormat::f16) return score_tokens_in_order<S, KvFormat::f16>;
+  return score_tokens_in_order<S, KvFormat::bf16>;
+}
+
+template <class S>
 TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
   TileKernels<S> kernels{};
 #define KVONCE_ROW_TILE(count)                                                                  \
@@ -42,6 +50,9 @@ TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
                                      tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()}; \
       kernels = of_k[static_cast<int>(task.k_format)];                                          \
       kernels.accumulate_values = of_k[static_cast<int>(task.v_format)].accumulate_values;      \
+      if constexpr (count == 1) {                                                               \
+        if (task.prefetch_level == 2) kernels.score_tokens = in_order_scores<S>(task.k_format); \
+      }                                                                                         \
       if constexpr (S::kHasPairDot) {                                                           \
         if (task.pair_dot) {                                                                    \
           kernels.load_row_tile = load_row_tile_dot<S>;                                         \

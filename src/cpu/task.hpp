@@ -88,6 +88,7 @@ struct Target {
   int vector_floats;
   int max_row_tile;
   bool has_pair_dot;
+  int one_pass_dims;  // of V that one row adds up in one pass
   void (*attend_chunk)(const ChunkTask& task);
   void (*merge_rows)(const MergeTask& task);
 };

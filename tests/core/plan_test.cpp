@@ -172,6 +172,7 @@ TEST(PlanTest, PrefetchesGoIntoL2WhereTheProcessorFollowsThem) {
   EXPECT_EQ(make_plan(decode_problem(), known).policy().prefetch_level, 1);
   known.follows_prefetches = true;
   EXPECT_EQ(make_plan(decode_problem(), known).policy().prefetch_level, 2);
+  EXPECT_GT(make_plan(decode_problem(), known).policy().prefetch_tokens, 0);
 }
 
 TEST(PlanTest, ChunkTokensGivenTwiceMustAgree) {
