@@ -4,9 +4,10 @@
 usage: bench/pace.py [--out FILE] [--runs N] [--only TEXT] COMMAND...
 example: bench/pace.py --out pace.json build/release/tools/kvonce bench --dtype f16 --threads 2
 
-Runs COMMAND once per run with every shape as a case. A shape is compared with shapes like it in the same run (the median of the
-runs' ratios): allowed is what those take, scaled by multiply-adds but never below what the shape's bytes take at group 1, times
-the factor beside it. The last column says whether the shape stays inside. Exit status 1 when one does not.
+Runs COMMAND once per run with every shape as a case. A case's cost is its time over that of its own `read` arm, which took turns
+with it: cases are measured seconds apart, and a shared machine changes its speed in between. A shape's cost is compared with
+those of shapes like it in the same run (the median of the runs' ratios): allowed is theirs, scaled by multiply-adds per byte but
+never below the cost at group 1, times the factor beside it. Exit status 1 when a shape is over.
 """
 import argparse
 import json
@@ -60,15 +61,17 @@ def timed(command, cases):
     return run, rows
 
 
+def cost(arms):
+    return arms["kvonce"]["us_median"] / arms["read"]["us_median"]
+
+
 def ratio(rows, text, peers):
-    """Time of the shape over what the best of its peers allows."""
-    shape = rows[text]["kvonce"]
-    group_1 = rows[group(1)]["kvonce"]
-    by_bytes = group_1["us_median"] * shape["kv_bytes"] / group_1["kv_bytes"]
+    """Cost of the shape over what the best of its peers allows."""
     allowed = []
-    for peer in (rows[name]["kvonce"] for name in peers):
-        allowed.append(max(by_bytes, peer["us_median"] * work(shape) / work(peer)))
-    return shape["us_median"] / min(allowed)
+    for peer in peers:
+        intensity = [work(rows[name]["kvonce"]) / rows[name]["kvonce"]["kv_bytes"] for name in (text, peer)]
+        allowed.append(max(cost(rows[group(1)]), cost(rows[peer]) * intensity[0] / intensity[1]))
+    return cost(rows[text]) / min(allowed)
 
 
 def main():
@@ -83,11 +86,12 @@ def main():
     runs = [timed(options.command, cases) for _ in range(options.runs)]
     table = []
     for name, text, peers, factor in chosen:
-        took = statistics.median(ratio(rows, text, peers) for _, rows in runs)
+        ratios = [ratio(rows, text, peers) for _, rows in runs]
+        took = statistics.median(ratios)
         row = sorted((rows[text]["kvonce"] for _, rows in runs), key=lambda r: r["us_median"])[len(runs) // 2]
         table.append({"shape": name, "case": text, "kernel": row["kernel"], "read_factor": row["read_factor"],
                       "us_median": row["us_median"], "gbps": row["gbps"], "over_peer": round(took, 3),
-                      "allowed": round(factor, 2)})
+                      "over_peer_runs": [round(r, 3) for r in sorted(ratios)], "allowed": round(factor, 2)})
     print("| shape | read factor | us | GB/s | over its peers | allowed |")
     print("|---|---:|---:|---:|---:|---:|")
     for row in table:

@@ -16,8 +16,8 @@ namespace kvonce::bench {
 /// Serves strided f32, f16 and bf16 caches (K and V alike), causal or not; output float32.
 class PerHead {
  public:
-  /// Throws Error{Unsupported} for a problem outside of that. `problem` is resolved or not.
-  PerHead(const TargetKernels& kernels, const Problem& problem, Team team);
+  /// Throws Error{Unsupported} for a problem outside of that. `problem` is resolved or not. `prefetch_level` is Policy's.
+  PerHead(const TargetKernels& kernels, const Problem& problem, Team team, std::int64_t prefetch_level = 1);
 
   /// out [num_seqs, num_q_heads, q_len, head_dim_v] packed. Uses inputs.q, k and v only; every sequence is max_kv_len
   /// tokens long. Allocates nothing.
@@ -33,6 +33,7 @@ class PerHead {
   const TargetKernels& kernels_;
   Problem problem_;
   Team team_;
+  std::int64_t prefetch_level_;
   float scale_log2_ = 1.0F;
   std::int64_t num_rows_ = 0;
   std::int64_t step_tokens_ = 0;

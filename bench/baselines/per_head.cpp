@@ -37,8 +37,8 @@ void refuse_unsupported(const Problem& problem) {
 
 }  // namespace
 
-PerHead::PerHead(const TargetKernels& kernels, const Problem& problem, Team team)
-    : kernels_(kernels), problem_(problem), team_(team) {
+PerHead::PerHead(const TargetKernels& kernels, const Problem& problem, Team team, std::int64_t prefetch_level)
+    : kernels_(kernels), problem_(problem), team_(team), prefetch_level_(prefetch_level) {
   refuse_unsupported(problem);
   const float scale = problem.scale.value_or(1.0F / std::sqrt(static_cast<float>(problem.head_dim_qk)));
   scale_log2_ = scale * shared::kLog2e;
@@ -81,6 +81,7 @@ void PerHead::run_block(const Inputs& inputs, std::int64_t row, std::int64_t blo
   task.step_tokens = step_tokens_;
   task.first_step = block;
   task.step_stride = num_blocks_;
+  task.prefetch_level = prefetch_level_;
   task.o = o;
   task.lse = lse;
   kernels_.per_head[static_cast<std::size_t>(problem_.k_format)](task);

@@ -65,7 +65,8 @@ struct PerHeadKernel {
             row_bytes,
             left < task.step_tokens ? left : task.step_tokens,
             row_bytes,
-            1};
+            1,
+            task.prefetch_level};
   }
 
   // [1]

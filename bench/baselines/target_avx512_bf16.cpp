@@ -16,7 +16,7 @@ float run_bf16_madds(std::int64_t iterations) {
   std::memcpy(&factors, &pairs, sizeof factors);
   __m512 sums[kMaddChains];
   KVONCE_UNROLL
-  for (int c = 0; c < kMaddChains; ++c) sums[c] = _mm512_setzero_ps();
+  for (int c = 0; c < kMaddChains; ++c) sums[c] = _mm512_set1_ps(static_cast<float>(c));  // equal chains would be one
   for (std::int64_t i = 0; i < iterations; ++i) {
     KVONCE_UNROLL
     for (int c = 0; c < kMaddChains; ++c) sums[c] = _mm512_dpbf16_ps(sums[c], factors, factors);

@@ -33,8 +33,9 @@ struct PerHeadTask {
   std::int64_t step_tokens = 0;  // 1..kMaxStepTokens
   std::int64_t first_step = 0;
   std::int64_t step_stride = 1;
-  float* o = nullptr;    // [head_dim_v], normalised
-  float* lse = nullptr;  // natural log; -inf without tokens
+  std::int64_t prefetch_level = 1;  // as Policy's
+  float* o = nullptr;               // [head_dim_v], normalised
+  float* lse = nullptr;             // natural log; -inf without tokens
 };
 constexpr std::int64_t kMaxStepTokens = 128;
 constexpr std::int64_t kMaxHeadDim = 1024;

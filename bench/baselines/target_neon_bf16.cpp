@@ -15,7 +15,7 @@ float run_bf16_madds(std::int64_t iterations) {
   const Simd::Pairs factors = Simd::load_pairs(values);
   Simd::Vec sums[kMaddChains];
   KVONCE_UNROLL
-  for (int c = 0; c < kMaddChains; ++c) sums[c] = Simd::zero();
+  for (int c = 0; c < kMaddChains; ++c) sums[c] = Simd::broadcast(static_cast<float>(c));  // equal chains would be one
   for (std::int64_t i = 0; i < iterations; ++i) {
     KVONCE_UNROLL
     for (int c = 0; c < kMaddChains; ++c) sums[c] = Simd::dot_pairs(sums[c], factors, factors);

@@ -31,6 +31,7 @@ struct Device {
   bool fetches_line_pairs = false;  // a miss brings the neighbour of its cache line too
   bool fast_pair_dot = false;  // the processor multiplies bf16 pairs faster than it converts and multiplies float32
   double read_gbps = 0.0;      // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
+  bool follows_prefetches = false;  // prefetches in address order start the streams that loads in that order do
 };
 
 /// Every backend and target this library knows, best CPU target first; what cannot run here says why.
@@ -59,6 +60,8 @@ struct Policy {
   std::int64_t prefetch_lines = 0;
   std::int64_t pair_dot = -1;     // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
   std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
+  /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
+  std::int64_t prefetch_level = 0;
   std::int64_t splits = 0;        // CUDA: blocks that share one KV stream
   std::int64_t cluster = -1;      // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
   std::int64_t join_blocks = 0;   // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster

@@ -35,7 +35,7 @@ Policy parse_policy(std::string_view text) {
       if (key == candidate.name) field = &candidate;
     }
     if (field == nullptr) {
-      core::refuse(ErrorCode::InvalidArgument, "policy", "key '" + std::string(key) + "'",
+      core::refuse(ErrorCode::InvalidArgument, "policy", "key " + core::quoted(key),
                    field_names() + " as key=value,...");
     }
     for (const core::PolicyField* earlier : given) {
@@ -47,7 +47,7 @@ Policy parse_policy(std::string_view text) {
     std::int64_t number = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
     if (error != std::errc() || end != value.data() + value.size() || number < field->choose || number > kMaxValue) {
-      core::refuse(ErrorCode::InvalidArgument, "policy", std::string(item),
+      core::refuse(ErrorCode::InvalidArgument, "policy", core::printable(item),
                    std::string(field->name) + "=" + std::to_string(field->choose) + " or more");
     }
     policy.*(field->member) = number;

@@ -22,6 +22,7 @@ inline constexpr PolicyField kPolicyFields[] = {
     {"prefetch_lines", &Policy::prefetch_lines, 0},
     {"pair_dot", &Policy::pair_dot, -1},
     {"worker_bytes", &Policy::worker_bytes, 0},
+    {"prefetch_level", &Policy::prefetch_level, 0},
     {"splits", &Policy::splits, 0},
     {"cluster", &Policy::cluster, -1},
     {"join_blocks", &Policy::join_blocks, 0},

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "core/policy_fields.hpp"
 #include "core/refuse.hpp"
@@ -27,20 +28,12 @@ std::string_view trim(std::string_view text) {
   return text.substr(first, text.find_last_not_of(kBlanks) - first + 1);
 }
 
-// For messages: whatever a file holds stays short and printable.
-std::string quoted(std::string_view text) {
-  constexpr std::size_t kMaxChars = 80;
-  std::string printable = "'";
-  for (const char c : text.substr(0, kMaxChars)) printable += c >= ' ' && c <= '~' ? c : '?';
-  return printable + (text.size() > kMaxChars ? "...'" : "'");
-}
-
-std::string target_names() {
-  std::string names;
+std::vector<std::string> cpu_targets() {
+  std::vector<std::string> targets;
   for (const Device& device : devices()) {
-    if (device.backend == Backend::cpu) names += (names.empty() ? "" : ", ") + device.target;
+    if (device.backend == Backend::cpu) targets.push_back(device.target);
   }
-  return names;
+  return targets;
 }
 
 class Parser {
@@ -69,10 +62,10 @@ class Parser {
 
  private:
   [[noreturn]] void refuse(std::string_view given, const std::string& allowed) const {
-    core::refuse(ErrorCode::InvalidArgument, file_.name + ":" + std::to_string(line_), quoted(given), allowed);
+    core::refuse(ErrorCode::InvalidArgument, file_.name + ":" + std::to_string(line_), core::quoted(given), allowed);
   }
 
-  PolicyRule parse_rule(std::string_view line) const {
+  PolicyRule parse_rule(std::string_view line) {
     const std::size_t colon = line.find(':');
     if (colon == std::string_view::npos) {
       refuse(line, "conditions: key=value,... such as 'k=f16 rows=5..8: step_tokens=64' or 'any: row_tile=4'");
@@ -90,7 +83,7 @@ class Parser {
     return rule;
   }
 
-  void parse_conditions(std::string_view text, PolicyRule& rule) const {
+  void parse_conditions(std::string_view text, PolicyRule& rule) {
     if (text == "any") return;
     std::array<bool, 6> seen{};
     do {
@@ -103,16 +96,12 @@ class Parser {
   }
 
   // Returns the number of the condition.
-  std::size_t parse_condition(std::string_view word, PolicyRule& rule) const {
+  std::size_t parse_condition(std::string_view word, PolicyRule& rule) {
     const std::size_t equals = word.find('=');
     const std::string_view key = word.substr(0, equals);
     const std::string_view value = equals == std::string_view::npos ? std::string_view() : word.substr(equals + 1);
     if (key == "target") {
-      const std::string names = target_names();
-      for (const Device& device : devices()) {
-        if (!value.empty() && device.target == value) rule.target = device.target;
-      }
-      if (rule.target.empty()) refuse(word, "target= one of " + names);
+      rule.target = parse_target(word, value);
       return 0;
     }
     if (key == "q") {
@@ -136,6 +125,16 @@ class Parser {
       return 5;
     }
     refuse(word, "target=, q=, k=, v=, rows= and dims=, or any alone");
+  }
+
+  std::string parse_target(std::string_view word, std::string_view value) {
+    if (targets_.empty()) targets_ = cpu_targets();  // once a file: describing the devices takes a millisecond
+    std::string names;
+    for (const std::string& target : targets_) {
+      if (target == value) return target;
+      names += (names.empty() ? "" : ", ") + target;
+    }
+    refuse(word, "target= one of " + names);
   }
 
   template <typename Names>
@@ -178,6 +177,7 @@ class Parser {
 
   PolicyFile file_;
   int line_ = 0;
+  std::vector<std::string> targets_;
 };
 
 std::string range_text(std::int64_t low, std::int64_t high) {
@@ -231,12 +231,13 @@ PolicyFile load_policy_file(const std::string& path) {
   std::string text(kMaxFileBytes + 1, '\0');
   if (file) file.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (file.bad() || (file.fail() && !file.eof())) {  // also a folder: it opens, and then cannot be read
-    core::refuse(ErrorCode::InvalidArgument, "policy file", quoted(path) + ", which cannot be read",
+    core::refuse(ErrorCode::InvalidArgument, "policy file", core::quoted(path) + ", which cannot be read",
                  "a policy file, as `kvonce tune --out FILE` writes it");
   }
   text.resize(static_cast<std::size_t>(file.gcount()));
   if (text.size() > kMaxFileBytes) {
-    core::refuse(ErrorCode::InvalidArgument, "policy file", quoted(path) + " of more than 1 MiB", "at most 1 MiB");
+    core::refuse(ErrorCode::InvalidArgument, "policy file", core::quoted(path) + " of more than 1 MiB",
+                 "at most 1 MiB");
   }
   return parse_policy_file(text, path);
 }

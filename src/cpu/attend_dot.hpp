@@ -39,13 +39,14 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
   using Pairs = typename S::Pairs;
   constexpr int kLaneRows = lane_rows(rows);
   constexpr int kTokens = S::width / kLaneRows;
+  constexpr int kTurn = kTokens < 4 ? kTokens : 4;
   constexpr std::int64_t kBlock = 2 * S::width;
+  constexpr std::int64_t kBlockBytes = kBlock * std::int64_t{sizeof(std::uint16_t)};
   const auto* k = static_cast<const std::uint16_t*>(k_rows);
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const std::uint16_t* row[kTokens];
     find_rows<S>(k, token_stride, token, num_tokens, row);
-    ahead.advance(kTokens * dims * std::int64_t{sizeof(std::uint16_t)});
     Vec acc[S::width];
     KVONCE_UNROLL
     for (int i = 0; i < S::width; ++i) acc[i] = S::zero();
@@ -62,6 +63,7 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
         KVONCE_UNROLL
         for (int j = 0; j < kTokens; ++j) {
           const Pairs key = S::load_pairs(row[j] + dim);
+          if (j % kTurn == kTurn - 1) ahead.advance(kTurn * kBlockBytes);
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) acc[j * kLaneRows + r] = S::dot_pairs(acc[j * kLaneRows + r], key, query[r]);
         }
@@ -69,6 +71,7 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
         Pairs key[kTokens];
         KVONCE_UNROLL
         for (int j = 0; j < kTokens; ++j) key[j] = S::load_pairs(row[j] + dim);
+        ahead.advance(kTokens * kBlockBytes);
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
           Pairs query = S::load_pairs(q_block + r * kBlock);

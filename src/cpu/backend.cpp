@@ -23,6 +23,7 @@ Device describe(std::string_view target, int num_threads) {
   device.l3_bytes = caches.l3_bytes;
   device.fetches_line_pairs = fetches_line_pairs();
   device.fast_pair_dot = has_fast_pair_dot();
+  device.follows_prefetches = follows_prefetches();
   device.unavailable = find_target(target) == nullptr
                            ? "target " + std::string(target) + ": not built for this architecture"
                            : missing_feature(target);

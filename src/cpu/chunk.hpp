@@ -5,6 +5,7 @@
 
 #include "cpu/attend.hpp"
 #include "cpu/attend_dot.hpp"
+#include "cpu/attend_in_order.hpp"
 #include "cpu/attend_split.hpp"
 #include "cpu/task.hpp"
 
@@ -32,6 +33,13 @@ constexpr TileKernels<S> tile_kernels() {
 }
 
 template <class S>
+decltype(TileKernels<S>::score_tokens) in_order_scores(KvFormat k_format) {
+  if (k_format == KvFormat::f32) return score_tokens_in_order<S, KvFormat::f32>;
+  if (k_format == KvFormat::f16) return score_tokens_in_order<S, KvFormat::f16>;
+  return score_tokens_in_order<S, KvFormat::bf16>;
+}
+
+template <class S>
 TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
   TileKernels<S> kernels{};
 #define KVONCE_ROW_TILE(count)                                                                  \
@@ -42,6 +50,9 @@ TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
                                      tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()}; \
       kernels = of_k[static_cast<int>(task.k_format)];                                          \
       kernels.accumulate_values = of_k[static_cast<int>(task.v_format)].accumulate_values;      \
+      if constexpr (count == 1) {                                                               \
+        if (task.prefetch_level == 2) kernels.score_tokens = in_order_scores<S>(task.k_format); \
+      }                                                                                         \
       if constexpr (S::kHasPairDot) {                                                           \
         if (task.pair_dot) {                                                                    \
           kernels.load_row_tile = load_row_tile_dot<S>;                                         \
@@ -162,8 +173,13 @@ class ChunkRunner {
     const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
     if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
     const std::int64_t stride_bytes = token_stride * element;
-    return {static_cast<const char*>(data) + begin * stride_bytes, stride_bytes, row_bytes, end - begin, paced_by,
-            stride_bytes == row_bytes ? task_.prefetch_lines : 1};  // a gap's line is nobody's neighbour
+    return {static_cast<const char*>(data) + begin * stride_bytes,
+            stride_bytes,
+            row_bytes,
+            end - begin,
+            paced_by,
+            stride_bytes == row_bytes ? task_.prefetch_lines : 1,  // a gap's line is nobody's neighbour
+            task_.prefetch_level};
   }
   /// A step's values are fetched while its keys are scored, and the next step's keys while the values are added up, so that
   /// little passes through the cache between the request and the use. Against keys and values each one whole step

@@ -61,6 +61,14 @@ bool fetches_line_pairs() {
 #endif
 }
 
+bool follows_prefetches() {
+#if defined(KVONCE_X86)
+  return __builtin_cpu_is("amd") != 0;
+#else
+  return false;
+#endif
+}
+
 bool has_fast_pair_dot() {
 #if defined(KVONCE_X86)
   return missing_feature("avx512_bf16").empty() && __builtin_cpu_is("amd") != 0;

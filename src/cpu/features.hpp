@@ -13,9 +13,13 @@ std::string missing_feature(std::string_view target);
 /// An L2 miss brings the other line of its 128-byte pair too: Intel's adjacent-line prefetcher.
 bool fetches_line_pairs();
 
-/// VDPBF16PS beats shifting bf16 to float32 and multiplying that. Measured on Sapphire Rapids it does not: L2-resident,
-/// one thread, 8 rows, d128 11.3 GB/s against 14.1, d64 9.7 against 11.7. On Zen 5 a prototype with pair products ran
-/// 1.75x faster than its own converted f16 (32q/4kv d128 kv=8192); shift and multiply was not compared there. BFDOT counts
+/// Prefetches in address order and into L2 beat four pages side by side into L1: AMD. Measured on Zen 4 (docs/kernel-cpu.md);
+/// earlier and later Zen were not.
+bool follows_prefetches();
+
+/// VDPBF16PS beats shifting bf16 to float32 and multiplying that. On Zen 4 (EPYC, one thread, 32q/4kv d128 and 64q/8kv d64
+/// kv=8192) it does: 13.3 GB/s against 10.2, 11.8 against 8.9; 21.0 against 19.0 at 32q/8kv, 19.1 and 19.2 at group 1. Measured on
+/// Sapphire Rapids it does not: L2-resident, one thread, 8 rows, d128 11.3 GB/s against 14.1, d64 9.7 against 11.7. BFDOT counts
 /// as fast on every AArch64 processor that has it, for half the multiply instructions and no conversion; not measured.
 bool has_fast_pair_dot();
 

@@ -106,6 +106,7 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
   require_not_negative("policy.prefetch_lines", policy.prefetch_lines, 0);
   require_not_negative("policy.pair_dot", policy.pair_dot, -1);
   require_not_negative("policy.worker_bytes", policy.worker_bytes, 0);
+  require_not_negative("policy.prefetch_level", policy.prefetch_level, 0);
   if (policy.splits != 0 || policy.cluster != -1 || policy.join_blocks != 0) {
     core::refuse(ErrorCode::InvalidArgument, "policy.splits, policy.cluster, policy.join_blocks",
                  std::to_string(policy.splits) + ", " + std::to_string(policy.cluster) + ", " +
@@ -137,17 +138,31 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
     core::refuse(ErrorCode::InvalidArgument, "policy.step_tokens", std::to_string(policy.step_tokens),
                  "a multiple of 16 up to 1024");
   }
+  // Zen 4, 2 threads, GB/s at levels 1 and 2, 32q/32kv, 32q/8kv, 32q/4kv d128 and 64q/8kv d64, kv 8192: bf16 19.2 to 27.4, 23.1 to 28.3,
+  // 22.1 to 23.4, 20.1 to 21.3; f16 19.3 to 27.0, 22.6 to 26.6, 17.7 to 17.9, 14.8 to 14.9; f32 22.4 to 34.5, 24.9 to 34.2, 18.9 to 23.8,
+  // 19.7 to 24.2; AVX2 f16 24.2 to 28.6, 23.9 to 27.1, 16.8 to 18.3, 15.8 to 17.7.
+  if (policy.prefetch_level == 0) policy.prefetch_level = data.device.follows_prefetches ? 2 : 1;
+  if (policy.prefetch_level > 2) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_level", std::to_string(policy.prefetch_level), "1 or 2");
+  }
   // One step ahead. Share of a plain read at 1 and 8 rows, bf16 d128, Ice Lake, 2 threads: 0.92 and 0.58, without requests 0.57
   // and 0.34. Two steps ahead won nothing twice in `kvonce tune` (the same, busy; seed geometries, f32, f16, bf16).
-  if (policy.prefetch_tokens < 0) policy.prefetch_tokens = policy.step_tokens;
+  // None at level 2 with one row: K is read row by row, V too where one pass holds a row, and the processor's own prefetchers do
+  // better. Zen 4, kv 8192, one thread, GB/s with requests and without: 32q/32kv d128 f16 20.7 to 23.1, bf16 20.2 to 23.2, f32 21.7
+  // to 22.2, d64 f16 20.4 to 25.6; where V takes two passes, 8q/8kv d256 f16 20.3 to 15.3, AVX2 32q/32kv d128 f16 22.8 to 14.9.
+  const bool one_row_in_order = policy.prefetch_level == 2 && p.rows_per_stream() == 1;
+  if (policy.prefetch_tokens < 0) {
+    policy.prefetch_tokens = one_row_in_order && p.head_dim_v <= target.one_pass_dims ? 0 : policy.step_tokens;
+  }
   if (policy.prefetch_lines == 0) policy.prefetch_lines = choose_prefetch_lines(p, policy, data.device);
   if (policy.prefetch_lines > 2) {
     core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_lines", std::to_string(policy.prefetch_lines), "1 or 2");
   }
   const bool can_pair_dot = target.has_pair_dot && p.q_dtype == DType::bf16 && p.k_format == KvFormat::bf16;
   // Off on Sapphire Rapids: 11.3 GB/s against 14.1 converted (8 rows, d128), 9.7 against 11.7 (d64), L2-resident, one thread.
-  // On for AMD: a prototype's pair products ran 1.75x faster than its converted f16 on Zen 5. Not measured on Arm.
-  if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot ? 1 : 0;
+  // On for AMD: Zen 4, one thread from memory, 13.3 GB/s against 10.2 (8 rows, d128), 11.8 against 8.9 (d64), but one row
+  // 17.2 against 20.2, which is K row by row. Not measured on Arm.
+  if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot && !one_row_in_order ? 1 : 0;
   if (policy.pair_dot > (can_pair_dot ? 1 : 0)) {
     core::refuse(ErrorCode::InvalidArgument, "policy.pair_dot", std::to_string(policy.pair_dot),
                  can_pair_dot ? "0 or 1" : "0 unless q and K are bf16 and the target is avx512_bf16 or neon_bf16");

@@ -175,6 +175,7 @@ class Call {
     t.step_tokens = data_.policy.step_tokens;
     t.prefetch_tokens = data_.policy.prefetch_tokens;
     t.prefetch_lines = data_.policy.prefetch_lines;
+    t.prefetch_level = data_.policy.prefetch_level;
     t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot) * data_.workspace.scratch_bytes);
     const std::int64_t first = first_partial(item) + item.chunk * data_.rows_per_stream;
     t.partial_o = partial_o_ + first * round_up(p_.head_dim_v, kPadFloats);

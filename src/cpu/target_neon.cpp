@@ -5,7 +5,8 @@
 
 namespace kvonce::cpu::neon {
 
-const Target kTarget = {Simd::kName,       Simd::width,        Simd::kMaxRowTile,
-                        Simd::kHasPairDot, attend_chunk<Simd>, merge_rows<Simd>};
+const Target kTarget = {
+    Simd::kName,        Simd::width,     Simd::kMaxRowTile, Simd::kHasPairDot, value_vectors<Simd>(1) * Simd::width,
+    attend_chunk<Simd>, merge_rows<Simd>};
 
 }  // namespace kvonce::cpu::neon

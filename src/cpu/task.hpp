@@ -47,6 +47,7 @@ struct ChunkTask {
   std::int64_t step_tokens;
   std::int64_t prefetch_tokens;
   std::int64_t prefetch_lines;  // one request per so many cache lines
+  std::int64_t prefetch_level;  // 1: four pages side by side into L1, 2: in address order into L2
   float* scratch;               // scratch_floats() floats, 64-byte aligned, private to the worker
 
   float* partial_o;    // [rows of the stream][round_up(head_dim_v, kPadFloats)] of this chunk
@@ -87,6 +88,7 @@ struct Target {
   int vector_floats;
   int max_row_tile;
   bool has_pair_dot;
+  int one_pass_dims;  // of V that one row adds up in one pass
   void (*attend_chunk)(const ChunkTask& task);
   void (*merge_rows)(const MergeTask& task);
 };

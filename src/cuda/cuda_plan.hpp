@@ -13,7 +13,7 @@ namespace kvonce::cuda {
 constexpr int kWarps = 8;
 
 /// The most rows that one block of the tensor-core kernel takes, by output dims: what the registers hold without spilling.
-constexpr std::int64_t kMmaRows = 8;  // of one row tile
+constexpr std::int64_t kMmaRows = 8;       // of one row tile
 constexpr std::int64_t kWideMmaDim = 128;  // two row tiles up to here
 
 /// How one kernel is launched for a problem.

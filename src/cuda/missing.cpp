@@ -5,7 +5,8 @@ namespace kvonce::cuda {
 namespace {
 
 constexpr const char* kMissing =
-    "backend cuda: not in this build of kvonce (configure with -D KVONCE_CUDA=ON where nvcc 12.8 or newer is installed); "
+    "backend cuda: not in this build of kvonce (configure with -D KVONCE_CUDA=ON where nvcc 12.8 or newer is "
+    "installed); "
     "use backend cpu";
 
 std::vector<Device> devices() {

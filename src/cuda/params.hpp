@@ -37,8 +37,8 @@ constexpr std::int32_t kHeaderWords = 64;
 
 /// Constant memory is cold when a kernel starts and comes in lines: what the first loads of K and V need stands in front.
 struct AttendParams {
-  Strided k;  // [num_seqs, num_kv_heads, kv_len, head_dim_qk]
-  Strided v;  // [num_seqs, num_kv_heads, kv_len, head_dim_v]
+  Strided k;                      // [num_seqs, num_kv_heads, kv_len, head_dim_qk]
+  Strided v;                      // [num_seqs, num_kv_heads, kv_len, head_dim_v]
   const std::int32_t* kv_lens;    // [num_seqs] or null: max_kv_len
   const std::int32_t* kv_starts;  // [num_seqs] or null: 0
   std::int32_t max_kv_len;
@@ -48,13 +48,13 @@ struct AttendParams {
   std::int32_t row_blocks;      // ceil(rows / rows_per_block)
   std::int32_t window;          // 0: none
   std::int32_t q_len;
-  std::int32_t seq_begin;       // of this launch
-  std::int32_t num_splits;      // blocks per KV stream
-  std::uint32_t splits_magic;   // divides by num_splits: divide()
-  std::int32_t share_tiles;     // >= 0: every length is max_kv_len, every row sees all of it, and a split takes so many
-  std::int32_t share_rest;      // tiles, the first share_rest splits one more; -1: find out
-  std::int32_t share_splits;    // splits that have tiles then
-  std::int32_t split_tokens;    // > 0: every split but the last owns exactly so many; 0: the length in equal shares
+  std::int32_t seq_begin;      // of this launch
+  std::int32_t num_splits;     // blocks per KV stream
+  std::uint32_t splits_magic;  // divides by num_splits: divide()
+  std::int32_t share_tiles;    // >= 0: every length is max_kv_len, every row sees all of it, and a split takes so many
+  std::int32_t share_rest;     // tiles, the first share_rest splits one more; -1: find out
+  std::int32_t share_splits;   // splits that have tiles then
+  std::int32_t split_tokens;   // > 0: every split but the last owns exactly so many; 0: the length in equal shares
   Join join;
   bool causal;
   bool earlier_kv_ready;  // K and V of tokens before kv_len - q_len were there before the preceding kernel
@@ -71,14 +71,14 @@ struct AttendParams {
   Element v_type;
   Element out_type;
 
-  std::uint32_t* header;   // kHeaderWords words
-  std::uint32_t* tickets;  // [num_streams]: blocks of a stream that have started
-  float* partial_o;        // [num_streams, num_splits, tile rows * head_dim_v]
-  float2* partial_ml;      // [num_streams, join_blocks, num_splits, slice_rows]: running maximum (log2) and sum
-  std::int32_t join_blocks;     // blocks that join the partials of a stream, a slice of the output each
-  std::int32_t slice_log2;      // elements of a slice when all of them join
-  std::int32_t slice_rows;      // rows that a slice can touch
-  const float* sinks;      // [num_q_heads] or null
+  std::uint32_t* header;     // kHeaderWords words
+  std::uint32_t* tickets;    // [num_streams]: blocks of a stream that have started
+  float* partial_o;          // [num_streams, num_splits, tile rows * head_dim_v]
+  float2* partial_ml;        // [num_streams, join_blocks, num_splits, slice_rows]: running maximum (log2) and sum
+  std::int32_t join_blocks;  // blocks that join the partials of a stream, a slice of the output each
+  std::int32_t slice_log2;   // elements of a slice when all of them join
+  std::int32_t slice_rows;   // rows that a slice can touch
+  const float* sinks;        // [num_q_heads] or null
   void* out;
   std::int64_t out_seq;
   std::int64_t out_head;

@@ -67,6 +67,7 @@ void require_policy(const Policy& policy) {
         "0 (choose) or 16 on the cuda backend");
   field("policy.prefetch_tokens", policy.prefetch_tokens, policy.prefetch_tokens == -1, "-1 on the cuda backend");
   field("policy.prefetch_lines", policy.prefetch_lines, policy.prefetch_lines == 0, "0 on the cuda backend");
+  field("policy.prefetch_level", policy.prefetch_level, policy.prefetch_level == 0, "0 on the cuda backend");
   field("policy.pair_dot", policy.pair_dot, policy.pair_dot == -1, "-1 on the cuda backend");
   field("policy.worker_bytes", policy.worker_bytes, policy.worker_bytes == 0, "0 on the cuda backend");
   field("policy.splits", policy.splits, policy.splits >= 0 && policy.splits <= 65535, "0 (choose) to 65535");
@@ -77,9 +78,9 @@ void require_policy(const Policy& policy) {
 
 bool has_mma(const Problem& p) {
   const bool same = static_cast<int>(p.q_dtype) == static_cast<int>(p.k_format) && p.k_format == p.v_format;
-  return same && p.k_format != KvFormat::f32 && std::any_of(std::begin(kMmaDims), std::end(kMmaDims), [&p](const Dims& d) {
-           return d.qk == p.head_dim_qk && d.v == p.head_dim_v;
-         });
+  return same && p.k_format != KvFormat::f32 &&
+         std::any_of(std::begin(kMmaDims), std::end(kMmaDims),
+                     [&p](const Dims& d) { return d.qk == p.head_dim_qk && d.v == p.head_dim_v; });
 }
 
 std::int64_t sms_of(const Device& device) { return device.num_sms > 0 ? device.num_sms : 132; }
@@ -93,8 +94,8 @@ bool has_clusters(const Device& device) {
 std::int64_t cluster_limit(const Device& device) { return device.target == "sm_90" ? 16 : 8; }
 
 std::int64_t kv_bytes(const Problem& p) {
-  const std::int64_t token = format_bytes(p.k_format, p.head_dim_qk) +
-                             (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
+  const std::int64_t token =
+      format_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(p.num_seqs * p.num_kv_heads, p.max_kv_len, &bytes) ||
       __builtin_mul_overflow(bytes, token, &bytes)) {
@@ -142,7 +143,8 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
   const std::int64_t max_tiles = shared::ceil_div(p.max_kv_len, kTile);
   if (policy.chunk_tokens > 0) {
     s.split_tokens = static_cast<std::int32_t>(policy.chunk_tokens);
-    s.num_splits = static_cast<std::int32_t>(std::max<std::int64_t>(1, shared::ceil_div(p.max_kv_len, policy.chunk_tokens)));
+    s.num_splits =
+        static_cast<std::int32_t>(std::max<std::int64_t>(1, shared::ceil_div(p.max_kv_len, policy.chunk_tokens)));
   } else {
     // A cluster's join is the cheaper one, but 64 blocks do not saturate the memory, and clusters of 16 find few places.
     // H200, cluster and workspace: 64q/8kv d64 2,048 tokens (64 KB a block) 5.4 and 6.5 us, 32q/8kv d128 2,048 tokens (128 KB)
@@ -151,17 +153,20 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
     constexpr std::int64_t kClusterBlockBytes = 160 * 1024;
     std::int64_t cluster = 1;
     const std::int64_t most = cluster_limit(device);
-    while (2 * cluster <= most && 2 * cluster * streams <= std::min(kClusterBlocks, sms) && 2 * cluster * kMinTiles <= max_tiles) {
+    while (2 * cluster <= most && 2 * cluster * streams <= std::min(kClusterBlocks, sms) &&
+           2 * cluster * kMinTiles <= max_tiles) {
       cluster *= 2;
     }
     const bool fits = may_cluster && has_clusters(device) && cluster > 1;
-    const bool wanted = policy.cluster == 1 || (policy.cluster == -1 && kv_bytes(p) / (cluster * streams) <= kClusterBlockBytes);
+    const bool wanted =
+        policy.cluster == 1 || (policy.cluster == -1 && kv_bytes(p) / (cluster * streams) <= kClusterBlockBytes);
     if (fits && wanted) {
       s.join = kJoinCluster;
-      s.num_splits = static_cast<std::int32_t>(
-          policy.splits > 0 ? std::min<std::int64_t>(policy.splits, most) : cluster);
+      s.num_splits =
+          static_cast<std::int32_t>(policy.splits > 0 ? std::min<std::int64_t>(policy.splits, most) : cluster);
     } else {
-      s.num_splits = static_cast<std::int32_t>(policy.splits > 0 ? policy.splits : choose_splits(streams, sms, max_tiles));
+      s.num_splits =
+          static_cast<std::int32_t>(policy.splits > 0 ? policy.splits : choose_splits(streams, sms, max_tiles));
     }
   }
   if (static_cast<std::int64_t>(s.num_splits) * rows_per_block * p.head_dim_v >= (1LL << 31)) {
@@ -251,14 +256,15 @@ void plan(core::PlanData& data, const PlanOptions& options) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(options.policy.row_tile),
                    "0 (choose) or " + std::to_string(tile) + ", the generic kernel's for these head dims");
     }
-    data.rejected.push_back(prefix + "mma: serves q, K and V of one 16-bit type, head dims 64 80 96 112 128 192 256 "
-                                     "(192,128)");
+    data.rejected.push_back(prefix +
+                            "mma: serves q, K and V of one 16-bit type, head dims 64 80 96 112 128 192 256 "
+                            "(192,128)");
   }
   plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows, false);
 
   const LaunchShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
-  data.kernel_id = prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" + std::to_string(p.head_dim_v) +
-                                                    "_r" + std::to_string(tile)
+  data.kernel_id = prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" +
+                                                    std::to_string(p.head_dim_v) + "_r" + std::to_string(tile)
                                               : "dany_r" + std::to_string(tile));
   data.row_blocks = chosen.row_blocks;
   data.max_chunks = chosen.num_splits;
@@ -266,10 +272,11 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   policy = Policy();
   policy.row_tile = tile;
   policy.rows_per_worker = tile;
-  policy.chunk_tokens = chosen.split_tokens > 0
-                            ? chosen.split_tokens
-                            : std::max<std::int64_t>(kTile, shared::ceil_div(shared::ceil_div(p.max_kv_len, kTile),
-                                                                             chosen.num_splits) * kTile);
+  policy.chunk_tokens =
+      chosen.split_tokens > 0
+          ? chosen.split_tokens
+          : std::max<std::int64_t>(kTile,
+                                   shared::ceil_div(shared::ceil_div(p.max_kv_len, kTile), chosen.num_splits) * kTile);
   policy.step_tokens = kTile;
   policy.splits = chosen.num_splits;
   policy.cluster = chosen.join == kJoinCluster ? 1 : 0;

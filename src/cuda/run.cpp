@@ -132,8 +132,8 @@ AttendParams make_params(const core::PlanData& data, const Inputs& in, const Out
   a.causal = p.causal;
   const std::int64_t four = 4 * element_bytes(a.out_type);
   a.vector_out = is_aligned(a.out, a.out_seq, a.out_head, a.out_token, a.out_type, four);
-  a.vector_kv = is_aligned(a.k, a.k_type, 4 * element_bytes(a.k_type)) &&
-                is_aligned(a.v, a.v_type, 4 * element_bytes(a.v_type));
+  a.vector_kv =
+      is_aligned(a.k, a.k_type, 4 * element_bytes(a.k_type)) && is_aligned(a.v, a.v_type, 4 * element_bytes(a.v_type));
   return a;
 }
 
@@ -213,7 +213,8 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
   const bool aligned = is_aligned(a.q, a.q_type, 16) && is_aligned(a.k, a.k_type, 16) && is_aligned(a.v, a.v_type, 16);
   if (plan.mma.exists && aligned) {
     apply(plan.mma, a);
-    launch(data, mma_kernel(a.k_type, a.join, a.head_dim_qk, a.head_dim_v, a.rows_per_block > kMmaRows ? 2 : 1), a, stream);
+    launch(data, mma_kernel(a.k_type, a.join, a.head_dim_qk, a.head_dim_v, a.rows_per_block > kMmaRows ? 2 : 1), a,
+           stream);
   } else {
     apply(plan.generic, a);
     launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), a, stream);
@@ -265,7 +266,8 @@ Device device(int ordinal) {
 }
 
 const core::BackendTable& backend() {
-  static constexpr core::BackendTable kTable = {Backend::cuda, devices, plan, attend, prepare_workspace, check_workspace};
+  static constexpr core::BackendTable kTable = {Backend::cuda, devices,           plan,
+                                                attend,        prepare_workspace, check_workspace};
   return kTable;
 }
 

@@ -158,11 +158,21 @@ TEST(PlanTest, EveryPolicyFieldIsDecidedAndAskedFieldsAreKept) {
   EXPECT_GT(chosen.prefetch_lines, 0);
   EXPECT_GE(chosen.pair_dot, 0);
   EXPECT_GT(chosen.worker_bytes, 0);
+  EXPECT_GT(chosen.prefetch_level, 0);
 
   PlanOptions options;
-  options.policy = {2, 16, 640, 48, 0, 2, 0, 4096};
+  options.policy = {2, 16, 640, 48, 0, 2, 0, 4096, 2};
   const Policy kept = make_plan(decode_problem(), device(), options).policy();
   EXPECT_EQ(to_string(kept), to_string(options.policy));
+}
+
+TEST(PlanTest, PrefetchesGoIntoL2WhereTheProcessorFollowsThem) {
+  Device known = device();
+  known.follows_prefetches = false;
+  EXPECT_EQ(make_plan(decode_problem(), known).policy().prefetch_level, 1);
+  known.follows_prefetches = true;
+  EXPECT_EQ(make_plan(decode_problem(), known).policy().prefetch_level, 2);
+  EXPECT_GT(make_plan(decode_problem(), known).policy().prefetch_tokens, 0);
 }
 
 TEST(PlanTest, ChunkTokensGivenTwiceMustAgree) {
@@ -193,6 +203,8 @@ TEST(PlanTest, ImpossiblePolicyFieldsAreRefusedByName) {
       {"pair_dot", &Policy::pair_dot, 1},
       {"pair_dot", &Policy::pair_dot, -2},
       {"worker_bytes", &Policy::worker_bytes, -1},
+      {"prefetch_level", &Policy::prefetch_level, 3},
+      {"prefetch_level", &Policy::prefetch_level, -1},
       {"chunk_tokens", &Policy::chunk_tokens, std::numeric_limits<std::int64_t>::max()},
       {"rows_per_worker", &Policy::rows_per_worker, std::numeric_limits<std::int64_t>::max()},
   };
@@ -426,7 +438,7 @@ TEST(PlanTest, PolicyTextRoundTrips) {
   EXPECT_EQ(parsed.chunk_tokens, 2048);
   EXPECT_EQ(parsed.rows_per_worker, 0);
   EXPECT_EQ(parsed.prefetch_tokens, -1);
-  const Policy all{1, 2, 3, 16, 0, 1, 1, 1};
+  const Policy all{1, 2, 3, 16, 0, 1, 1, 1, 1};
   EXPECT_EQ(to_string(parse_policy(to_string(all))), to_string(all));
   EXPECT_EQ(to_string(parse_policy("")), to_string(Policy()));
 }

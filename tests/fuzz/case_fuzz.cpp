@@ -1,27 +1,14 @@
 // Fuzz entry of the case strings: whatever the text, parsing ends with an Error of one line or with a case that reads the
 // same when it is printed, and that make_plan plans or refuses.
-#include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <string>
 #include <string_view>
 
 #include "kvonce/case_string.hpp"
 #include "kvonce/kvonce.hpp"
+#include "require.hpp"
 
-namespace {
-
-void require(bool holds) {
-  if (!holds) std::abort();
-}
-
-void require_message(const kvonce::Error& error) {
-  const std::string_view message = error.what();
-  require(!message.empty());
-  require(std::none_of(message.begin(), message.end(), [](char c) { return c >= 0 && c < 0x20; }));
-}
-
-}  // namespace
+using kvonce::fuzz::require;
+using kvonce::fuzz::require_message;
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);

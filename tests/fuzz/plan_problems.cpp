@@ -131,7 +131,8 @@ PlanOptions random_options(Choices& choices, const Device& device) {
       &options.chunk_tokens,          &options.policy.row_tile,    &options.policy.rows_per_worker,
       &options.policy.chunk_tokens,   &options.policy.step_tokens, &options.policy.prefetch_tokens,
       &options.policy.prefetch_lines, &options.policy.pair_dot,    &options.policy.worker_bytes,
-      &options.policy.splits,         &options.policy.cluster,     &options.policy.join_blocks};
+      &options.policy.prefetch_level, &options.policy.splits,      &options.policy.cluster,
+      &options.policy.join_blocks};
   // CUDA refuses most fields of the CPU's kernels, so its options are mostly of its own.
   if (device.backend == Backend::cuda && choices.below(4) != 0) {
     options.policy.row_tile = choices.pick(std::vector<std::int64_t>{0, 8, 16});
@@ -190,6 +191,7 @@ std::string judge(const Plan& plan) {
   }
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
   if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
+  if (policy.prefetch_level < 1) return "policy.prefetch_level " + std::to_string(policy.prefetch_level);
   const core::WorkspaceLayout& layout = plan.data().workspace;
   for (const std::size_t offset : {layout.item_starts, layout.counters, layout.partial_lse, layout.partial_o,
                                    layout.scratch, layout.scratch_bytes}) {

@@ -49,7 +49,8 @@ class TuneTest(unittest.TestCase):
         for title in titles:
             alone = [row for row in rows if row["cases"] == title and row["measured"] == "alone"]
             tunables = {row["candidate"].split("=")[0] for row in alone}
-            self.assertLessEqual({"chunk_tokens", "step_tokens", "prefetch_tokens", "prefetch_lines"}, tunables)
+            self.assertLessEqual({"chunk_tokens", "step_tokens", "prefetch_tokens", "prefetch_lines",
+                                  "prefetch_level"}, tunables)
             self.assertEqual("row_tile" in tunables, title.startswith("f16"), "one row has one tile")
             self.assertNotIn("chunk_tokens=128", {row["candidate"] for row in alone}, "twice 64, of KVONCE_POLICY")
             for row in alone:

@@ -40,12 +40,13 @@ Arm kvonce_arm(const CaseData& data, const Device& device, const PlanOptions& op
   return arm;
 }
 
-Arm per_head_arm(const CaseData& data, const bench::TargetKernels& kernels, bench::Team team) {
+Arm per_head_arm(const CaseData& data, const bench::TargetKernels& kernels, bench::Team team,
+                 std::int64_t prefetch_level) {
   struct State {
     bench::PerHead per_head;
     std::vector<float> out;
   };
-  auto state = std::make_shared<State>(State{bench::PerHead(kernels, data.problem, team), {}});
+  auto state = std::make_shared<State>(State{bench::PerHead(kernels, data.problem, team, prefetch_level), {}});
   state->out.assign(out_elements(data.problem), std::numeric_limits<float>::quiet_NaN());
   Arm arm;
   arm.kernel = state->per_head.kernel_id();
@@ -114,7 +115,9 @@ Arm make_arm(std::string_view name, const CaseData& data, const Device& device, 
   const bench::Team team{device.num_threads};
   Arm arm;
   if (name == "kvonce") arm = kvonce_arm(data, device, options);
-  if (name == "per_head") arm = per_head_arm(data, kernels, team);
+  if (name == "per_head") {
+    arm = per_head_arm(data, kernels, team, make_plan(data.problem, device, options).policy().prefetch_level);
+  }
   if (name == "read") arm = read_arm(data, kernels, read_loop, team);
   if (name == "qmv") arm = qmv_arm(data, kernels, team);
   arm.name = std::string(name);

@@ -44,6 +44,7 @@ std::vector<Candidate> tune_candidates(const Problem& problem, const Device& dev
   add(&Policy::prefetch_tokens, 0);
   add(&Policy::prefetch_tokens, chosen.step_tokens * 2);
   add(&Policy::prefetch_lines, 3 - chosen.prefetch_lines);
+  add(&Policy::prefetch_level, 3 - chosen.prefetch_level);
   add(&Policy::pair_dot, 1 - chosen.pair_dot);
   // Where another limit wakes another number of threads: short cases only.
   const auto num_workers = [&](std::int64_t worker_bytes) {

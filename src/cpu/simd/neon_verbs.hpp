@@ -134,6 +134,7 @@ struct Simd {
   }
 
   static void prefetch(const void* p) { __builtin_prefetch(p); }
+  static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
   template <KvFormat format>
   struct Elements;
