@@ -1,11 +1,13 @@
 // The C ABI over the public C++ API: converts versioned structs, and turns every exception into a status and a message.
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstddef>
 #include <cstring>
 #include <initializer_list>
 #include <new>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "kvonce/kvonce.h"
@@ -298,8 +300,22 @@ kvonce::Context to_context(const kvonce_context& c) {
   return context;
 }
 
+// "cuda" or "cuda:N".
+kvonce::Device cuda_device(const char* target, std::int32_t num_threads) {
+  int ordinal = 0;
+  const std::string_view number = target[4] == ':' ? target + 5 : "";
+  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), ordinal);
+  const bool has_number = error == std::errc() && end == number.data() + number.size();
+  if (target[4] != '\0' && !has_number) {
+    invalid("target: got '" + std::string(target) + "'; allowed: cuda or cuda:N with a device's number");
+  }
+  if (num_threads != 0) invalid("num_threads: got " + std::to_string(num_threads) + "; allowed: 0 with target cuda");
+  return kvonce::cuda_device(ordinal);
+}
+
 kvonce::Device to_device(const char* target, std::int32_t num_threads) {
   if (num_threads < 0) invalid("num_threads: got " + std::to_string(num_threads) + "; allowed: 0 (choose) or more");
+  if (target != nullptr && std::strncmp(target, "cuda", 4) == 0) return cuda_device(target, num_threads);
   if (target != nullptr) return kvonce::cpu_device(target, num_threads);
   kvonce::Device device = kvonce::default_device();
   return num_threads == 0 ? device : kvonce::cpu_device(device.target, num_threads);
@@ -436,6 +452,24 @@ kvonce_status kvonce_attend(const kvonce_plan* plan, const kvonce_inputs* inputs
     const kvonce::Outputs cpp_outputs = to_outputs(read_struct(outputs));
     const kvonce::Context cpp_context = context == nullptr ? kvonce::Context{} : to_context(read_struct(context));
     kvonce::attend(plan->plan, cpp_inputs, cpp_outputs, workspace, workspace_bytes, cpp_context);
+  });
+}
+
+kvonce_status kvonce_prepare_workspace(const kvonce_plan* plan, void* workspace, size_t workspace_bytes,
+                                       const kvonce_context* context) {
+  return guarded([&] {
+    require_pointer(plan, "plan");
+    const kvonce::Context cpp_context = context == nullptr ? kvonce::Context{} : to_context(read_struct(context));
+    kvonce::prepare_workspace(plan->plan, workspace, workspace_bytes, cpp_context);
+  });
+}
+
+kvonce_status kvonce_check_workspace(const kvonce_plan* plan, void* workspace, size_t workspace_bytes,
+                                     const kvonce_context* context) {
+  return guarded([&] {
+    require_pointer(plan, "plan");
+    const kvonce::Context cpp_context = context == nullptr ? kvonce::Context{} : to_context(read_struct(context));
+    kvonce::check_workspace(plan->plan, workspace, workspace_bytes, cpp_context);
   });
 }
 

@@ -228,7 +228,7 @@ KVONCE_API kvonce_status kvonce_device_init(kvonce_device* device, size_t struct
 KVONCE_API kvonce_status kvonce_devices(size_t* num_devices);
 KVONCE_API kvonce_status kvonce_device_query(size_t device_idx, kvonce_device* device);
 
-/* kvonce::make_plan. target: a CPU target's name, or NULL for the default device. num_threads: 0 chooses.
+/* kvonce::make_plan. target: a CPU target's name, "cuda" or "cuda:N", or NULL for the default device. num_threads: 0 chooses.
  * options: NULL for defaults. The plan is released with kvonce_plan_destroy. */
 KVONCE_API kvonce_status kvonce_plan_create(const kvonce_problem* problem, const char* target, int32_t num_threads,
                                             const kvonce_options* options, kvonce_plan** plan);
@@ -250,6 +250,13 @@ KVONCE_API kvonce_status kvonce_plan_explain(const kvonce_plan* plan, char* buff
 KVONCE_API kvonce_status kvonce_attend(const kvonce_plan* plan, const kvonce_inputs* inputs,
                                        const kvonce_outputs* outputs, void* workspace, size_t workspace_bytes,
                                        const kvonce_context* context);
+
+/* CUDA: kvonce::prepare_workspace, once before the first kvonce_attend with a workspace, and kvonce::check_workspace, which
+ * waits for the context's stream. Other backends only check the arguments. */
+KVONCE_API kvonce_status kvonce_prepare_workspace(const kvonce_plan* plan, void* workspace, size_t workspace_bytes,
+                                                  const kvonce_context* context);
+KVONCE_API kvonce_status kvonce_check_workspace(const kvonce_plan* plan, void* workspace, size_t workspace_bytes,
+                                                const kvonce_context* context);
 
 /* kvonce::merge: out [num_rows, head_dim_v] and lse [num_rows], either of which may be one of the parts. */
 KVONCE_API kvonce_status kvonce_merge(const kvonce_merge_inputs* inputs, float* out, int64_t out_row_stride,

@@ -19,12 +19,12 @@ struct PlanData;
 /// One way to run attention on this machine: a backend and, on the CPU, an instruction-set target.
 struct Device {
   Backend backend = Backend::cpu;
-  std::string target;         // CPU: "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; CUDA: "sm_90", ...
-  int ordinal = 0;            // CUDA: the device's number
-  int num_sms = 0;            // CUDA: streaming multiprocessors
-  std::string name;           // the processor's own name
-  std::string unavailable;    // empty when usable, else one sentence saying why not
-  int num_threads = 1;        // threads a plan may use; results do not depend on it
+  std::string target;       // CPU: "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; CUDA: "sm_90", ...
+  int ordinal = 0;          // CUDA: the device's number
+  int num_sms = 0;          // CUDA: streaming multiprocessors
+  std::string name;         // the processor's own name
+  std::string unavailable;  // empty when usable, else one sentence saying why not
+  int num_threads = 1;      // threads a plan may use; results do not depend on it
   std::int64_t l1_bytes = 0;  // data caches; 0 when unknown
   std::int64_t l2_bytes = 0;
   std::int64_t l3_bytes = 0;
@@ -62,9 +62,9 @@ struct Policy {
   std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
   /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
   std::int64_t prefetch_level = 0;
-  std::int64_t splits = 0;        // CUDA: blocks that share one KV stream
-  std::int64_t cluster = -1;      // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
-  std::int64_t join_blocks = 0;   // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster
+  std::int64_t splits = 0;       // CUDA: blocks that share one KV stream
+  std::int64_t cluster = -1;     // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
+  std::int64_t join_blocks = 0;  // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.

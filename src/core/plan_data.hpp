@@ -37,9 +37,9 @@ struct BackendPlan {
 struct PlanData {
   Problem problem;  // head_dim_v and scale resolved
   Device device;
-  Policy policy;              // every field decided
+  Policy policy;                  // every field decided
   bool earlier_kv_ready = false;  // of the options
-  std::string policy_origin;  // which fields came from where, for explain(); empty: no policy file was in use
+  std::string policy_origin;      // which fields came from where, for explain(); empty: no policy file was in use
   const BackendTable* backend = nullptr;
   std::string kernel_id;
   std::int64_t rows_per_stream = 0;
@@ -47,7 +47,7 @@ struct PlanData {
   std::int64_t max_chunks = 0;
   WorkspaceLayout workspace;
   std::shared_ptr<const BackendPlan> backend_plan;  // null on the CPU
-  std::vector<std::string> rejected;  // "kernel: reason", for explain()
+  std::vector<std::string> rejected;                // "kernel: reason", for explain()
 };
 
 }  // namespace kvonce::core

@@ -35,7 +35,8 @@ struct Tile {
   uint4 q[kRowTiles][kPartsK > 0 ? kPartsK : 1];
   uint2 q_half[kRowTiles];
 
-  float p[kTokenTiles][kRowTiles][4];  // scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+  float p[kTokenTiles][kRowTiles]
+         [4];             // scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
   float m[kRowTiles][2];  // running maximum, log2
   float l[kRowTiles][2];  // this lane's part of the sum
   float o[kRowTiles][kOutTiles][4];

@@ -312,7 +312,8 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           if (i < n) {
-            store_words(element + static_cast<std::int64_t>(split + i * kGroups) * capacity, {empty, empty, empty, empty});
+            store_words(element + static_cast<std::int64_t>(split + i * kGroups) * capacity,
+                        {empty, empty, empty, empty});
           }
         }
         join(a, x, y, n);

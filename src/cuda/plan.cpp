@@ -233,6 +233,10 @@ std::string format_name(const Problem& p) {
 
 void plan(core::PlanData& data, const PlanOptions& options) {
   const Problem& p = data.problem;
+  if (data.device.target.rfind("sm_", 0) != 0) {
+    core::refuse(ErrorCode::Unavailable, "device.target", "'" + data.device.target + "'",
+                 "the sm_NN of a backend cuda device, as cuda_device() gives it");
+  }
   require_served(p);
   require_policy(options.policy);
   auto plan = std::make_shared<CudaPlan>();

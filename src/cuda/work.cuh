@@ -14,12 +14,12 @@ struct BlockWork {
   int kv_head;
   int row_begin;  // first of num_rows rows of the KV stream
   int num_rows;
-  int split;          // of num_splits
-  int num_splits;     // that have tokens at this length; 1 when there are none at all
+  int split;            // of num_splits
+  int num_splits;       // that have tokens at this length; 1 when there are none at all
   std::int64_t stream;  // (seq, kv_head, row_block)
   int kv_len;
   int kv_start;
-  int begin;       // tokens that some row sees: [begin, end)
+  int begin;  // tokens that some row sees: [begin, end)
   int end;
   int tile_begin;  // this block's tiles of kTileTokens, from `begin` on
   int tile_end;

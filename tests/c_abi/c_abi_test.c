@@ -165,7 +165,9 @@ static void test_groups(void) {
     CHECK(current_group * kQLen > 32 || read_factor == 1);
     workspace = allocate(workspace_bytes);
     poison_outputs();
+    CHECK_OK(kvonce_prepare_workspace(plan, workspace, workspace_bytes, NULL)); /* nothing to do on the CPU */
     CHECK_OK(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, NULL));
+    CHECK_OK(kvonce_check_workspace(plan, workspace, workspace_bytes, NULL));
     check_answers(current_group);
     free(workspace);
     kvonce_plan_destroy(plan);
@@ -181,6 +183,9 @@ static void test_plan_arguments(void) {
   CHECK_REFUSED(kvonce_plan_create(&problem, "no_such_target", 0, NULL, &plan), KVONCE_INVALID_ARGUMENT,
                 "no_such_target");
   CHECK_REFUSED(kvonce_plan_create(&problem, NULL, -1, NULL, &plan), KVONCE_INVALID_ARGUMENT, "num_threads");
+  CHECK_REFUSED(kvonce_plan_create(&problem, "cuda:first", 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "cuda:first");
+  CHECK_REFUSED(kvonce_plan_create(&problem, "cuda", 2, NULL, &plan), KVONCE_INVALID_ARGUMENT, "num_threads");
+  CHECK_REFUSED(kvonce_plan_create(&problem, "cuda:100000", 0, NULL, &plan), KVONCE_UNAVAILABLE, "");
 
   problem.num_q_heads = 7;
   CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "num_q_heads");
@@ -262,6 +267,8 @@ static void test_attend_arguments(void) {
 
   CHECK_REFUSED(kvonce_attend(NULL, &inputs, &outputs, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,
                 "plan");
+  CHECK_REFUSED(kvonce_prepare_workspace(plan, NULL, 0, NULL), KVONCE_INVALID_ARGUMENT, "workspace_bytes");
+  CHECK_REFUSED(kvonce_check_workspace(NULL, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT, "plan");
   CHECK_REFUSED(kvonce_attend(plan, NULL, &outputs, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,
                 "inputs");
   CHECK_REFUSED(kvonce_attend(plan, &inputs, NULL, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,

@@ -229,7 +229,7 @@ TEST(ValidateTest, OptionsThatNeedAnotherOptionSaySo) {
   expect_problem_refused(paged_segments, "has_segments", "true");
 }
 
-// Inputs that fit a problem; validate_inputs reads nothing of the tensors, so one small buffer stands for all.
+// Inputs that fit a problem; they read nothing of the tensors, so one small buffer stands for all.
 struct Call {
   Problem problem = validate(valid_problem());
   float data[4] = {};
@@ -261,9 +261,13 @@ struct Call {
     inputs.num_segments = static_cast<std::int64_t>(segments.size());
   }
 
-  void expect_accepted() const { EXPECT_NO_THROW(validate_inputs(problem, inputs)); }
+  void validate_all() const {
+    validate_inputs(problem, inputs);
+    validate_lengths(problem, inputs);
+  }
+  void expect_accepted() const { EXPECT_NO_THROW(validate_all()); }
   void expect_refused_input(const std::string& argument, const std::string& given) const {
-    expect_refused([this] { validate_inputs(problem, inputs); }, argument, given);
+    expect_refused([this] { validate_all(); }, argument, given);
   }
 };
 
