@@ -63,7 +63,12 @@ std::vector<Device> devices() {
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess || count == 0) {
     (void)cudaGetLastError();
-    return {unavailable(status == cudaSuccess ? "no CUDA device" : cudaGetErrorString(status))};
+    if (status == cudaSuccess || status == cudaErrorNoDevice) return {unavailable("no CUDA device")};
+    if (status == cudaErrorInsufficientDriver) {
+      return {unavailable("no CUDA driver, or one older than the runtime this build uses (" +
+                          std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10) + ")")};
+    }
+    return {unavailable(cudaGetErrorString(status))};
   }
   std::vector<Device> found;
   for (int ordinal = 0; ordinal < count; ++ordinal) found.push_back(describe(ordinal));
