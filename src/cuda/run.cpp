@@ -66,7 +66,8 @@ std::vector<Device> devices() {
     if (status == cudaSuccess || status == cudaErrorNoDevice) return {unavailable("no CUDA device")};
     if (status == cudaErrorInsufficientDriver) {
       return {unavailable("no CUDA driver, or one older than the runtime this build uses (" +
-                          std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10) + ")")};
+                          std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10) +
+                          ")")};
     }
     return {unavailable(cudaGetErrorString(status))};
   }
