@@ -9,6 +9,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #endif
 
@@ -109,9 +110,33 @@ void Pool::run(int num_workers, Body body, void* context) {
   busy_.store(false, std::memory_order_release);
 }
 
+// The kernel likes to wake a thread where the one that wakes it runs, which is busy with its own share from then on, and
+// leaves it there: after 20 ms of idling, 32q/4kv d128 2,048 tokens on two processors of a Zen 4 server took 475 us instead of
+// 244. So before sleeping threads are woken, they are told to stay off the caller's processor.
+void Pool::keep_off_caller() noexcept {
+#if defined(__linux__)
+  if (!spin_.load(std::memory_order_relaxed)) return;  // more threads than processors
+  const int cpu = sched_getcpu();
+  const int count = std::min(num_tids_.load(std::memory_order_acquire), kMaxWorkers - 1);
+  if (cpu < 0 || cpu >= CPU_SETSIZE || (cpu == kept_off_cpu_ && count == kept_off_tids_)) return;
+  cpu_set_t others;
+  if (sched_getaffinity(0, sizeof others, &others) != 0) return;
+  CPU_CLR(static_cast<std::size_t>(cpu), &others);
+  if (CPU_COUNT(&others) < count)
+    return;  // the caller is bound to few processors: where the threads run is not its affair
+  for (int i = 0; i < count; ++i) {
+    const pid_t tid = tids_[i].load(std::memory_order_relaxed);
+    if (tid != 0) sched_setaffinity(tid, sizeof others, &others);
+  }
+  kept_off_cpu_ = cpu;
+  kept_off_tids_ = count;
+#endif
+}
+
 void Pool::wake(int wanted) {
   const int asleep = sleepers_.load();
   if (asleep == 0) return;
+  keep_off_caller();
   wake_epoch_.fetch_add(1);
   wake_waiters(wake_epoch_, std::min(wanted, asleep));
 }
@@ -160,8 +185,15 @@ void Pool::work() {
 void* Pool::thread_main(void* pool) {
 #if defined(__linux__)
   pthread_setname_np(pthread_self(), "kvonce");
-#endif
+  Pool& self = *static_cast<Pool*>(pool);
+  const int slot = self.num_tids_.fetch_add(1, std::memory_order_acq_rel);
+  std::atomic<pid_t>* const tid = slot < kMaxWorkers - 1 ? &self.tids_[slot] : nullptr;
+  if (tid != nullptr) tid->store(static_cast<pid_t>(syscall(SYS_gettid)), std::memory_order_relaxed);
+  self.work();
+  if (tid != nullptr) tid->store(0, std::memory_order_relaxed);
+#else
   static_cast<Pool*>(pool)->work();
+#endif
   return nullptr;
 }
 
@@ -210,6 +242,9 @@ void Pool::forget_threads() noexcept {
   state_.store(0);
   sleepers_.store(0);
   num_threads_.store(0);
+  num_tids_.store(0);
+  for (std::atomic<pid_t>& tid : tids_) tid.store(0);
+  kept_off_cpu_ = -1;
   asked_threads_.store(0);
   growing_.store(false);
   busy_.store(false);

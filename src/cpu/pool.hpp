@@ -55,6 +55,7 @@ class Pool {
   bool try_job(std::uint32_t& last_generation);
   void sleep_until_woken(std::uint32_t last_generation);
   void wake(int wanted);
+  void keep_off_caller() noexcept;
   void lock_growth() noexcept;
   void forget_threads() noexcept;
 
@@ -77,6 +78,12 @@ class Pool {
   std::atomic<int> asked_threads_{0};  // the most that reserve() has tried for; run() asks only for more than that
   std::atomic<pid_t> owner_pid_{0};    // the process in which threads_ were created
   pthread_t threads_[kMaxWorkers - 1] = {};
+
+  // Where the threads run. Written by the threads themselves as they start and end; the rest by the busy caller alone.
+  std::atomic<int> num_tids_{0};
+  std::atomic<pid_t> tids_[kMaxWorkers - 1] = {};
+  int kept_off_cpu_ = -1;  // the processor that the threads were told to leave to the caller
+  int kept_off_tids_ = 0;  // how many of them were
 };
 
 }  // namespace kvonce::cpu
