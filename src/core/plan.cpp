@@ -52,8 +52,7 @@ std::int64_t Plan::read_factor() const noexcept { return data_->row_blocks; }
 std::int64_t Plan::max_chunks() const noexcept { return data_->max_chunks; }
 std::size_t Plan::workspace_bytes() const noexcept { return data_->workspace.total_bytes; }
 
-std::int64_t Plan::max_kv_bytes() const noexcept {
-  const Problem& p = data_->problem;
+std::int64_t core::max_kv_bytes(const Problem& p) {
   const std::int64_t token_bytes =
       format_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
   // Saturates: the largest legal problem exceeds 64 bits of bytes.
@@ -64,6 +63,8 @@ std::int64_t Plan::max_kv_bytes() const noexcept {
   }
   return bytes;
 }
+
+std::int64_t Plan::max_kv_bytes() const noexcept { return core::max_kv_bytes(data_->problem); }
 
 namespace {
 

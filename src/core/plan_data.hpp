@@ -34,6 +34,9 @@ struct BackendPlan {
   virtual ~BackendPlan() = default;
 };
 
+/// K and V bytes at max_kv_len, each counted once; INT64_MAX when they are more.
+std::int64_t max_kv_bytes(const Problem& problem);
+
 struct PlanData {
   Problem problem;  // head_dim_v and scale resolved
   Device device;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/refuse.hpp"
+#include "core/served.hpp"
 #include "cpu/backend.hpp"
 #include "cpu/targets.hpp"
 #include "cpu/task.hpp"
@@ -19,33 +20,6 @@ constexpr Dims kHeadDims[] = {
 #define KVONCE_HEAD_DIMS(qk, v) {qk, v},
 #include "shared/instances.def"
 };
-
-bool has_format(KvFormat format) {
-#define KVONCE_FORMAT(name) \
-  if (format == KvFormat::name) return true;
-#include "shared/instances.def"
-  return false;
-}
-
-void require(bool served, const std::string& what, const std::string& instead) {
-  if (!served) throw Error(ErrorCode::Unsupported, what + " is not served by the cpu backend yet; " + instead);
-}
-
-void require_served(const Problem& p) {
-  const auto format = [](const char* name, KvFormat given) {
-    require(has_format(given), std::string(name) + " " + std::string(to_string(given)),
-            "store the cache as f32, f16 or bf16");
-  };
-  format("k_format", p.k_format);
-  format("v_format", p.v_format);
-  require(p.layout == KvLayout::strided, "layout " + std::string(to_string(p.layout)),
-          "gather the pages into a strided cache");
-  require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
-          "use causal, window, kv_lens and kv_starts where they say the same");
-  require(p.softcap == 0.0F, "softcap", "leave it 0 and run layers with a softcap elsewhere");
-  require(!p.has_alibi, "has_alibi", "leave it false and run layers with ALiBi elsewhere");
-  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
-}
 
 /// Rows that share one pass. 64 rows of q, o and scores at head dim 128 take 80 KB of a worker's private cache: a size, not
 /// a measurement; no seed geometry has more rows.
@@ -240,9 +214,9 @@ void plan(core::PlanData& data, const PlanOptions& options) {
                 "device.target: got '" + data.device.target + "', which this build does not have");
   }
   const Problem& p = data.problem;
-  require_served(p);
-  require(!options.earlier_kv_ready, "earlier_kv_ready",
-          "leave it false: the cpu backend has no launch order to relax");
+  core::require_plain(p, Backend::cpu);
+  core::require_served(!options.earlier_kv_ready, Backend::cpu, "earlier_kv_ready",
+                       "leave it false: the cpu backend has no launch order to relax");
   decide_policy(data, *target, options.policy);
   data.row_blocks = std::max<std::int64_t>(1, shared::ceil_div(data.rows_per_stream, data.policy.rows_per_worker));
   data.max_chunks = std::max<std::int64_t>(1, shared::ceil_div(p.max_kv_len, data.policy.chunk_tokens));

@@ -111,8 +111,8 @@ void Pool::run(int num_workers, Body body, void* context) {
 }
 
 // The kernel likes to wake a thread where the one that wakes it runs, which is busy with its own share from then on, and
-// leaves it there: after 20 ms of idling, 32q/4kv d128 2,048 tokens on two processors of a Zen 4 server took 475 us instead of
-// 244. So before sleeping threads are woken, they are told to stay off the caller's processor.
+// leaves it there: after 20 ms of idling, 32q/4kv d128 2,048 tokens on two processors of a Zen 4 server took 420 to 490 us a
+// call instead of 250 to 270. So before sleeping threads are woken, they are told to stay off the caller's processor.
 void Pool::keep_off_caller() noexcept {
 #if defined(__linux__)
   if (!spin_.load(std::memory_order_relaxed)) return;  // more threads than processors

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/refuse.hpp"
+#include "core/served.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/cuda_plan.hpp"
 #include "shared/token_range.h"
@@ -24,27 +25,10 @@ constexpr Dims kMmaDims[] = {
 };
 
 void require(bool served, const std::string& what, const std::string& instead) {
-  if (!served) throw Error(ErrorCode::Unsupported, what + " is not served by the cuda backend yet; " + instead);
+  core::require_served(served, Backend::cuda, what, instead);
 }
 
-bool is_plain(KvFormat format) {
-  return format == KvFormat::f32 || format == KvFormat::f16 || format == KvFormat::bf16;
-}
-
-void require_served(const Problem& p) {
-  const auto format = [](const char* name, KvFormat given) {
-    require(is_plain(given), std::string(name) + " " + std::string(to_string(given)),
-            "store the cache as f32, f16 or bf16");
-  };
-  format("k_format", p.k_format);
-  format("v_format", p.v_format);
-  require(p.layout == KvLayout::strided, "layout " + std::string(to_string(p.layout)),
-          "gather the pages into a strided cache");
-  require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
-          "use causal, window, kv_lens and kv_starts where they say the same");
-  require(p.softcap == 0.0F, "softcap", "leave it 0 and run layers with a softcap elsewhere");
-  require(!p.has_alibi, "has_alibi", "leave it false and run layers with ALiBi elsewhere");
-  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
+void require_dims_and_length(const Problem& p) {
   require(p.head_dim_qk % 8 == 0, "head_dim_qk " + std::to_string(p.head_dim_qk), "pad it to a multiple of 8");
   require(p.head_dim_v % 8 == 0, "head_dim_v " + std::to_string(p.head_dim_v), "pad it to a multiple of 8");
   // Token numbers of a tile past the end stay within 32 bits.
@@ -92,17 +76,6 @@ bool has_clusters(const Device& device) {
 
 /// Blocks of a cluster: 8 everywhere, 16 where it has been tried.
 std::int64_t cluster_limit(const Device& device) { return device.target == "sm_90" ? 16 : 8; }
-
-std::int64_t kv_bytes(const Problem& p) {
-  const std::int64_t token =
-      format_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
-  std::int64_t bytes = 0;
-  if (__builtin_mul_overflow(p.num_seqs * p.num_kv_heads, p.max_kv_len, &bytes) ||
-      __builtin_mul_overflow(bytes, token, &bytes)) {
-    return INT64_MAX;
-  }
-  return bytes;
-}
 
 /// As many splits as fill the device once, but no more than give every warp of a block as many tiles: 64 blocks a head
 /// instead of 66 at 16q/2kv d128, 8,192 tokens, take 8.3 us instead of 9.2 (H200). Where there are more streams than
@@ -158,8 +131,8 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
       cluster *= 2;
     }
     const bool fits = may_cluster && has_clusters(device) && cluster > 1;
-    const bool wanted =
-        policy.cluster == 1 || (policy.cluster == -1 && kv_bytes(p) / (cluster * streams) <= kClusterBlockBytes);
+    const bool wanted = policy.cluster == 1 ||
+                        (policy.cluster == -1 && core::max_kv_bytes(p) / (cluster * streams) <= kClusterBlockBytes);
     if (fits && wanted) {
       s.join = kJoinCluster;
       s.num_splits =
@@ -237,7 +210,8 @@ void plan(core::PlanData& data, const PlanOptions& options) {
     core::refuse(ErrorCode::Unavailable, "device.target", "'" + data.device.target + "'",
                  "the sm_NN of a backend cuda device, as cuda_device() gives it");
   }
-  require_served(p);
+  core::require_plain(p, Backend::cuda);
+  require_dims_and_length(p);
   require_policy(options.policy);
   auto plan = std::make_shared<CudaPlan>();
   data.earlier_kv_ready = options.earlier_kv_ready;
@@ -260,9 +234,9 @@ void plan(core::PlanData& data, const PlanOptions& options) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(options.policy.row_tile),
                    "0 (choose) or " + std::to_string(tile) + ", the generic kernel's for these head dims");
     }
-    data.rejected.push_back(prefix +
-                            "mma: serves q, K and V of one 16-bit type, head dims 64 80 96 112 128 192 256 "
-                            "(192,128)");
+    std::string dims;
+    for (const Dims& d : kMmaDims) dims += " " + std::to_string(d.qk) + (d.v != d.qk ? "x" + std::to_string(d.v) : "");
+    data.rejected.push_back(prefix + "mma: serves q, K and V of one 16-bit type, head dims" + dims);
   }
   plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows, false);
 

@@ -1,0 +1,40 @@
+#include "core/served.hpp"
+
+namespace kvonce::core {
+namespace {
+
+bool has_kernels(KvFormat format) {
+#define KVONCE_FORMAT(name) \
+  if (format == KvFormat::name) return true;
+#include "shared/instances.def"
+  return false;
+}
+
+}  // namespace
+
+void require_served(bool served, Backend backend, const std::string& what, const std::string& instead) {
+  if (served) return;
+  throw Error(ErrorCode::Unsupported,
+              what + " is not served by the " + std::string(to_string(backend)) + " backend yet; " + instead);
+}
+
+void require_plain(const Problem& p, Backend backend) {
+  const auto require = [backend](bool served, const std::string& what, const std::string& instead) {
+    require_served(served, backend, what, instead);
+  };
+  const auto format = [&require](const char* name, KvFormat given) {
+    require(has_kernels(given), std::string(name) + " " + std::string(to_string(given)),
+            "store the cache as f32, f16 or bf16");
+  };
+  format("k_format", p.k_format);
+  format("v_format", p.v_format);
+  require(p.layout == KvLayout::strided, "layout " + std::string(to_string(p.layout)),
+          "gather the pages into a strided cache");
+  require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
+          "use causal, window, kv_lens and kv_starts where they say the same");
+  require(p.softcap == 0.0F, "softcap", "leave it 0 and run layers with a softcap elsewhere");
+  require(!p.has_alibi, "has_alibi", "leave it false and run layers with ALiBi elsewhere");
+  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
+}
+
+}  // namespace kvonce::core

@@ -1,0 +1,16 @@
+// What no backend serves yet, or one of them does not: one sentence each, and what to do instead.
+#pragma once
+
+#include <string>
+
+#include "kvonce/problem.hpp"
+
+namespace kvonce::core {
+
+/// Throws Error{Unsupported, "<what> is not served by the <backend> backend yet; <instead>"} unless `served`.
+void require_served(bool served, Backend backend, const std::string& what, const std::string& instead);
+
+/// Caches of f32, f16 or bf16 in the strided layout, without array masks, softcap, ALiBi and segments. Throws as above.
+void require_plain(const Problem& problem, Backend backend);
+
+}  // namespace kvonce::core
