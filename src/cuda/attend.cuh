@@ -15,9 +15,22 @@
 
 namespace kvonce::cuda {
 
+/// The first row of a head.
+template <typename T>
+__device__ __forceinline__ const T* first_row(const Rows& rows, int seq, int head) {
+  const std::int64_t pieces = static_cast<std::int64_t>(seq) * rows.seq + static_cast<std::int64_t>(head) * rows.head;
+  return reinterpret_cast<const T*>(rows.data + 16 * pieces);
+}
+template <typename T>
+__device__ __forceinline__ const T* row_of(const T* first, int row, std::int32_t row_bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) + static_cast<std::int64_t>(row) * row_bytes);
+}
+
 /// Dims are multiples of 16. K goes in parts of 32 dims, V in parts of 64; what is left takes shorter loads.
-template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles>
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, class K>
 struct Tile {
+  // More than two tiles of rows leave no registers for q.
+  static constexpr bool kSharedQ = kRowTiles > 2;
   static constexpr int kPartsK = kDimQk / 32;
   static constexpr bool kHalfK = kDimQk % 32 != 0;
   static constexpr int kPartsV = kDimV / 64;
@@ -32,11 +45,12 @@ struct Tile {
   uint2 v_half[kTokenTiles][4];
   std::uint32_t v_quarter[kTokenTiles][4];
 
-  uint4 q[kRowTiles][kPartsK > 0 ? kPartsK : 1];
+  uint4 q[kSharedQ ? 1 : kRowTiles][kPartsK > 0 ? kPartsK : 1];
   uint2 q_half[kRowTiles];
+  const uint4* q_shared;  // [kRowTiles][kPartsK][32 lanes]
 
-  float p[kTokenTiles][kRowTiles]
-         [4];             // scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+  // Scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+  float p[kTokenTiles][kRowTiles][4];
   float m[kRowTiles][2];  // running maximum, log2
   float l[kRowTiles][2];  // this lane's part of the sum
   float o[kRowTiles][kOutTiles][4];
@@ -56,21 +70,42 @@ struct Tile {
     }
   }
 
+  __device__ __forceinline__ const T* q_row(const AttendParams& params, const BlockWork& w, int row) const {
+    const RowPlace place = place_of<K::kPlain>(params, w, row);
+    return row_of<T>(first_row<T>(params.q_rows, w.seq, place.head), place.query, params.q_rows.token);
+  }
+
   /// [1] q of the block's rows; rows past the last are zero.
   __device__ __forceinline__ void load_row_tile(const AttendParams& params, const BlockWork& w) {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
       const int row = n * 8 + g;
       const bool has_row = row < w.num_rows;
-      const RowPlace place = place_of(params, w, has_row ? row : 0);
-      const T* const from = static_cast<const T*>(params.q.data) + w.seq * params.q.seq + place.head * params.q.head +
-                            place.query * params.q.token;
+      const T* const from = q_row(params, w, has_row ? row : 0);
 #pragma unroll
       for (int part = 0; part < kPartsK; ++part) {
         q[n][part] = has_row ? load_late(from + 32 * part + 8 * t) : uint4{0, 0, 0, 0};
       }
       if constexpr (kHalfK) q_half[n] = has_row ? load_late_8(from + 32 * kPartsK + 4 * t) : uint2{0, 0};
     }
+  }
+  /// The same into shared memory, by the whole block.
+  __device__ __forceinline__ void share_row_tile(const AttendParams& params, const BlockWork& w, uint4* shared) {
+    static_assert(!kSharedQ || !kHalfK);
+    for (int i = static_cast<int>(threadIdx.x); i < kRowTiles * kPartsK * 32; i += K::kThreads) {
+      const int row = i / (kPartsK * 32) * 8 + g;
+      const int part = i / 32 % kPartsK;
+      const bool has_row = row < w.num_rows;
+      shared[i] = has_row ? load_late(q_row(params, w, row) + 32 * part + 8 * t) : uint4{0, 0, 0, 0};
+    }
+    q_shared = shared;
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint4 q_part(int n, int part) const {
+    if constexpr (kSharedQ)
+      return q_shared[(n * kPartsK + part) * 32 + 4 * g + t];
+    else
+      return q[n][part];
   }
 
   // Tokens past the last are read as the last one: their probabilities are zero, and their bytes are valid.
@@ -79,7 +114,7 @@ struct Tile {
     for (int s = 0; s < kTokenTiles; ++s) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const T* const from = k_base + min(token + 16 * s + g + 8 * i, end - 1) * params.k.token;
+        const T* const from = row_of(k_base, min(token + 16 * s + g + 8 * i, end - 1), params.k_rows.token);
 #pragma unroll
         for (int part = 0; part < kPartsK; ++part) k[s][i][part] = load_stream(from + 32 * part + 8 * t);
         if constexpr (kHalfK) k_half[s][i] = load_stream_8(from + 32 * kPartsK + 4 * t);
@@ -92,7 +127,8 @@ struct Tile {
     for (int s = 0; s < kTokenTiles; ++s) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const T* const from = v_base + min(token + 16 * s + 2 * t + (i & 1) + (i >> 1) * 8, end - 1) * params.v.token;
+        const T* const from =
+            row_of(v_base, min(token + 16 * s + 2 * t + (i & 1) + (i >> 1) * 8, end - 1), params.v_rows.token);
 #pragma unroll
         for (int part = 0; part < kPartsV; ++part) v[s][i][part] = load_stream(from + 64 * part + 8 * g);
         if constexpr (kHalfV) v_half[s][i] = load_stream_8(from + 64 * kPartsV + 4 * g);
@@ -113,8 +149,9 @@ struct Tile {
         for (int part = 0; part < kPartsK; ++part) {
           const uint4 a = k[s][0][part];
           const uint4 b = k[s][1][part];
-          mma(even, a.x, b.x, a.y, b.y, q[n][part].x, q[n][part].y, T());
-          mma(odd, a.z, b.z, a.w, b.w, q[n][part].z, q[n][part].w, T());
+          const uint4 rows = q_part(n, part);
+          mma(even, a.x, b.x, a.y, b.y, rows.x, rows.y, T());
+          mma(odd, a.z, b.z, a.w, b.w, rows.z, rows.w, T());
         }
         if constexpr (kHalfK) {
           mma(even, k_half[s][0].x, k_half[s][1].x, k_half[s][0].y, k_half[s][1].y, q_half[n].x, q_half[n].y, T());
@@ -145,7 +182,22 @@ struct Tile {
     }
   }
 
-  /// [3] Running maximum and probabilities. Rescales only when some row has a new maximum.
+  /// The same where every row sees the whole cache.
+  __device__ __forceinline__ void hide_tail(int token, int end) {
+#pragma unroll
+    for (int s = 0; s < kTokenTiles; ++s) {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (token + 16 * s + g + 8 * (i / 2) >= end) p[s][n][i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  /// [3] Running maximum and probabilities. Rescales only when some row has a new maximum; kOnly: there is no other step.
+  template <bool kOnly>
   __device__ __forceinline__ void update_softmax() {
     float high[kRowTiles][2];
     bool grows = false;
@@ -159,7 +211,7 @@ struct Tile {
         grows = grows || high[n][j] > m[n][j];
       }
     }
-    if (__any_sync(kAllLanes, grows)) {
+    if (kOnly || __any_sync(kAllLanes, grows)) {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
@@ -171,6 +223,7 @@ struct Tile {
           const float now = fmaxf(m[n][j], high[n][j]);
           const float f = exp2_approx(m[n][j] - now);
           m[n][j] = now;
+          if constexpr (kOnly) continue;
           l[n][j] *= f;
 #pragma unroll
           for (int i = 0; i < kOutTiles; ++i) {
@@ -239,7 +292,7 @@ struct Tile {
   }
 
   // The first of the two neighbouring dims that out_tile's fragment holds for this lane.
-  __device__ __forceinline__ int dim_of(int out_tile) const {
+  __device__ __forceinline__ unsigned dim_of(int out_tile) const {
     if (out_tile < 4 * kPartsV) return 64 * (out_tile / 4) + 8 * g + 2 * (out_tile % 4);
     if (kHalfV && out_tile < 4 * kPartsV + 2) return 64 * kPartsV + 4 * g + 2 * (out_tile - 4 * kPartsV);
     return kDimV - 16 + 2 * g;
@@ -253,70 +306,107 @@ struct Tile {
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) l[n][j] += __shfl_xor_sync(kAllLanes, l[n][j], step);
-        const int row = n * 8 + 2 * t + j;
-        if (row >= area.rows) continue;
-        if (g == 0) area.ml[warp * area.rows + row] = make_float2(m[n][j], l[n][j]);
+      }
+    }
 #pragma unroll
-        for (int i = 0; i < kOutTiles; ++i) *area.pair(warp, row, dim_of(i)) = make_float2(o[n][i][j], o[n][i][2 + j]);
+    for (int n = 0; n < kRowTiles; ++n) {
+      const int row = n * 8 + 2 * t;  // row + 1 has the same places
+      float* const first = area.x + (warp * area.rows + row) * kDimV;
+#pragma unroll
+      for (int i = 0; i < kOutTiles; ++i) {
+        float* const to = first + MergeArea::pair_at(2 * t, dim_of(i));
+        if (row < area.rows) *reinterpret_cast<float2*>(to) = make_float2(o[n][i][0], o[n][i][2]);
+        if (row + 1 < area.rows) *reinterpret_cast<float2*>(to + kDimV) = make_float2(o[n][i][1], o[n][i][3]);
+      }
+      if (g == 0) {
+        float2* const to = area.ml + warp * area.rows + row;
+        if (row < area.rows) to[0] = make_float2(m[n][0], l[n][0]);
+        if (row + 1 < area.rows) to[1] = make_float2(m[n][1], l[n][1]);
       }
     }
   }
 };
 
-template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, Join kJoin, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, 1) attend_mma(const __grid_constant__ AttendParams params) {
-  if constexpr (kJoin == kJoinCluster) cluster_arrive_relaxed();
+/// kOneStep: no warp has more than one step.
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, Join kJoin, bool kOneStep, class K>
+__global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_constant__ AttendParams params) {
   launch_dependents();
-  const BlockWork w = find_work<kJoin>(params);
+  const BlockWork w = find_work<kJoin, K::kPlain>(params);
   if (w.split >= w.num_splits) return;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  __shared__ std::uint64_t mail_barrier;
+  __shared__ int ticket_number;
+  const int warp = static_cast<int>(threadIdx.x / 32);
 
   constexpr int kStep = kTokenTiles * kTileTokens;
-  Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles> tile;
-  tile.g = static_cast<int>(threadIdx.x) % 32 / 4;
-  tile.t = static_cast<int>(threadIdx.x) % 4;
-  tile.k_base = static_cast<const T*>(params.k.data) + w.seq * params.k.seq + w.kv_head * params.k.head;
-  tile.v_base = static_cast<const T*>(params.v.data) + w.seq * params.v.seq + w.kv_head * params.v.head;
+  Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles, K> tile;
+  tile.g = static_cast<int>(threadIdx.x % 32 / 4);
+  tile.t = static_cast<int>(threadIdx.x % 4);
+  tile.k_base = first_row<T>(params.k_rows, w.seq, w.kv_head);
+  tile.v_base = first_row<T>(params.v_rows, w.seq, w.kv_head);
 
   // The warps take the block's steps in turn. Loads of the first go out before anything else is waited for.
   int token = w.begin + w.tile_begin * kTileTokens + warp * kStep;
   const int end = min(w.end, w.begin + w.tile_end * kTileTokens);
   bool has_step = token < end;
-  const bool early = params.earlier_kv_ready && token + kStep <= w.kv_len - params.q_len;
+  const bool early = params.earlier_kv_ready && token + kStep <= w.kv_len - (K::kPlain ? 1 : params.q_len);
   if (!early) wait_for_preceding();
   if (has_step) {
     tile.load_keys(params, token, end);
     tile.load_values(params, token, end);
   }
   touch_params(params);
+  if constexpr (kJoin == kJoinCluster) open_mail<K>(params, w, &mail_barrier, kDimV / 4);
+  const MergeArea area = lay_out_area<K>(params, w, kDimV);
   if (early) wait_for_preceding();
-  tile.load_row_tile(params, w);
+  if constexpr (tile.kSharedQ) {
+    __shared__ uint4 q_shared[kRowTiles * (kDimQk / 32) * 32];
+    tile.share_row_tile(params, w, q_shared);
+  } else {
+    tile.load_row_tile(params, w);
+  }
   Ticket ticket;
   if constexpr (kJoin == kJoinWorkspace) ticket = take_ticket(params, w);
   tile.clear();
 
-  const bool rows_differ = params.q_len > 1 && (params.causal || params.window > 0);
-  while (has_step) {
-    const int next = token + kWarps * kStep;
-    const bool has_next = next < end;
-    tile.score_tokens(params.scale_log2);
-    if (has_next) tile.load_keys(params, next, end);
-    if (rows_differ || token + kStep > end) tile.hide_tokens(params, w, token, end);
-    tile.update_softmax();
-    tile.accumulate_values();
-    if (has_next) tile.load_values(params, next, end);
-    token = next;
-    has_step = has_next;
+  const bool rows_differ = !K::kPlain && params.q_len > 1 && (params.causal || params.window > 0);
+  const auto hide = [&] {
+    if constexpr (K::kPlain) {
+      if (token + kStep > end) tile.hide_tail(token, end);
+    } else {
+      if (rows_differ || token + kStep > end) tile.hide_tokens(params, w, token, end);
+    }
+  };
+  if constexpr (kOneStep) {
+    if (has_step) {
+      tile.score_tokens(params.scale_log2);
+      hide();
+      tile.template update_softmax<true>();
+      tile.accumulate_values();
+    }
+  } else {
+    while (has_step) {
+      const int next = token + K::kWarps * kStep;
+      const bool has_next = next < end;
+      tile.score_tokens(params.scale_log2);
+      if (has_next) tile.load_keys(params, next, end);
+      hide();
+      tile.template update_softmax<false>();
+      tile.accumulate_values();
+      if (has_next) tile.load_values(params, next, end);
+      token = next;
+      has_step = has_next;
+    }
   }
 
-  const MergeArea area = lay_out_area<kWarps>(params, w, kDimV);
   tile.store_partial(area, warp);
-  __shared__ int ticket_number;
-  if constexpr (kJoin == kJoinWorkspace) {
+  if constexpr (kJoin == kJoinCluster) {
+    __syncthreads();
+    join_cluster<K>(params, w, area, &mail_barrier, kDimV / 4);
+  } else {
     if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
+    __syncthreads();
+    join_block<K>(params, w, area, kDimV / 4, ticket_number);
   }
-  __syncthreads();
-  merge_block<kWarps, kJoin>(params, w, area, kDimV / 4, ticket_number);
 }
 
 }  // namespace kvonce::cuda

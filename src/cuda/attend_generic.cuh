@@ -82,7 +82,7 @@ struct GenericTile {
   __device__ __forceinline__ void load_row_tile(const AttendParams& params, const BlockWork& w) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowPlace place = place_of(params, w, min(r, w.num_rows - 1));
+      const RowPlace place = place_of<false>(params, w, min(r, w.num_rows - 1));
       const std::int64_t at = w.seq * params.q.seq + place.head * params.q.head + place.query * params.q.token;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -207,7 +207,9 @@ struct GenericTile {
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        if (r < area.rows && dim(part) < area.dim_v) area.store4(warp, r, dim(part), o[r][part]);
+        if (r < area.rows && dim(part) < area.dim_v) {
+          *area.four(warp, r, dim(part)) = exchange_pairs(o[r][part], MergeArea::is_exchanged(r));
+        }
       }
     }
   }
@@ -216,7 +218,7 @@ struct GenericTile {
 template <int kRows, int kParts, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_constant__ AttendParams params) {
   launch_dependents();
-  const BlockWork w = find_work<kJoinWorkspace>(params);
+  const BlockWork w = find_work<kJoinWorkspace, false>(params);
   if (w.split >= w.num_splits) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   constexpr int kStep = GenericTile<kRows, kParts>::kTokens;
@@ -259,12 +261,12 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
     has_step = has_next;
   }
 
-  const MergeArea area = lay_out_area<kWarps>(params, w, params.head_dim_v);
+  const MergeArea area = lay_out_area<Known<kWarps>>(params, w, params.head_dim_v);
   tile.store_partial(area, warp);
   __shared__ int ticket_number;
   if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
   __syncthreads();
-  merge_block<kWarps, kJoinWorkspace>(params, w, area, params.head_dim_v / 4, ticket_number);
+  join_block<Known<kWarps>>(params, w, area, params.head_dim_v / 4, ticket_number);
 }
 
 }  // namespace kvonce::cuda

@@ -12,24 +12,42 @@ namespace kvonce::cuda {
 /// Threads of a block. 8 warps: kernels.md's prototype was slower with 12 and 16 (mostly), and as fast with 4 only at 2K.
 constexpr int kWarps = 8;
 
-/// The most rows that one block of the tensor-core kernel takes, by output dims: what the registers hold without spilling.
-constexpr std::int64_t kMmaRows = 8;       // of one row tile
-constexpr std::int64_t kWideMmaDim = 128;  // two row tiles up to here
+constexpr std::int64_t kMmaRows = 8;  // of one row tile
 
-/// How one kernel is launched for a problem.
-struct LaunchShape {
+/// Row tiles of a block of the tensor-core kernel at most: what the registers hold without spilling. Four tiles leave none
+/// for q, which goes to shared memory in parts of 32 dims.
+constexpr int most_row_tiles(int head_dim_qk, int head_dim_v) {
+  if (head_dim_qk > 128 || head_dim_v > 128) return 1;
+  return head_dim_qk % 32 == 0 ? 4 : 2;
+}
+
+/// Token tiles of a warp's step. Enough bytes in flight take 32 tokens where rows are short: 64 KB of K and V for the 8 warps
+/// of a block. H200, 64q/8kv d64, 131,072 tokens: 73.3 us with 16 tokens, 66.6 us with 32.
+constexpr int step_tiles(int head_dim_qk) { return head_dim_qk <= 64 ? 2 : 1; }
+
+/// Head dims that have instances for plain decode (Known in merge.cuh).
+constexpr bool has_plain(int head_dim_qk, int head_dim_v) {
+  return head_dim_qk == head_dim_v && (head_dim_qk == 64 || head_dim_qk == 128);
+}
+
+/// One kernel and how it is launched for a problem.
+struct KernelShape : LaunchShape {
   bool exists = false;
-  std::int32_t rows_per_block = 0;
-  std::int32_t row_blocks = 0;
-  std::int32_t num_splits = 0;
-  std::int32_t split_tokens = 0;
-  std::int32_t join_blocks = 1;
-  Join join = kJoinWorkspace;
+  int row_tiles = 1;
+  // Where the call allows it, plain decode (no kv_starts, aligned output), and how.
+  bool plain = false;
+  bool one_step = false;
+  int step_tiles = 1;
+  int warps = kWarps;
+  // Where every length is max_kv_len and every row sees all of it: AttendParams.
+  std::int32_t share_tiles = 0;
+  std::int32_t share_rest = 0;
+  std::int32_t share_splits = 1;
 };
 
 struct CudaPlan : core::BackendPlan {
-  LaunchShape mma;      // where the tensor-core kernel serves the problem and the tensors are aligned to 16 bytes
-  LaunchShape generic;  // everywhere else
+  KernelShape mma;      // where the tensor-core kernel serves the problem and the tensors are aligned to 16 bytes
+  KernelShape generic;  // everywhere else
   // Byte offsets from the workspace's 256-byte aligned base.
   std::size_t tickets = 0;
   std::size_t partial_ml = 0;

@@ -5,8 +5,21 @@
 
 namespace kvonce::cuda {
 
-/// The tensor-core kernel for a 16-bit type and head dims with one or two tiles of 8 rows; null when it does not exist.
-const void* mma_kernel(Element type, Join join, int head_dim_qk, int head_dim_v, int row_tiles);
+/// Which instance of the tensor-core kernel.
+struct MmaChoice {
+  Join join;
+  int head_dim_qk;
+  int head_dim_v;
+  int row_tiles;   // of 8 rows: 1, 2 or 4
+  bool plain;      // plain decode: Known in merge.cuh
+  bool one_step;   // no warp has more than one step; only with plain
+  int step_tiles;  // a warp's step, of 16 tokens
+  int warps;
+};
+
+/// Null when there is no such instance.
+const void* mma_kernel_bf16(const MmaChoice& choice);
+const void* mma_kernel_f16(const MmaChoice& choice);
 
 /// The kernel for anything else with head dims up to `largest_dim`.
 const void* generic_kernel(int largest_dim);

@@ -2,8 +2,6 @@
 
 namespace kvonce::cuda {
 
-const void* mma_kernel_bf16(Join join, int head_dim_qk, int head_dim_v, int row_tiles) {
-  return mma_address<bf16>(join, head_dim_qk, head_dim_v, row_tiles);
-}
+const void* mma_kernel_bf16(const MmaChoice& choice) { return mma_address<bf16>(choice); }
 
 }  // namespace kvonce::cuda

@@ -2,8 +2,6 @@
 
 namespace kvonce::cuda {
 
-const void* mma_kernel_f16(Join join, int head_dim_qk, int head_dim_v, int row_tiles) {
-  return mma_address<f16>(join, head_dim_qk, head_dim_v, row_tiles);
-}
+const void* mma_kernel_f16(const MmaChoice& choice) { return mma_address<f16>(choice); }
 
 }  // namespace kvonce::cuda

@@ -7,27 +7,50 @@
 
 namespace kvonce::cuda {
 
+template <typename T, int kDimQk, int kDimV, int kRowTiles, Join kJoin>
+const void* general_address() {
+  return reinterpret_cast<const void*>(
+      &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), kJoin, false, Known<kWarps>>);
+}
+
+template <typename T, int kDim, Join kJoin, int kTiles, bool kOneStep, int kBlockWarps>
+const void* plain_instance() {
+  return reinterpret_cast<const void*>(
+      &attend_mma<T, kDim, kDim, 1, kTiles, kJoin, kOneStep, Known<kBlockWarps, true, T>>);
+}
+
+template <typename T, int kDim, Join kJoin>
+const void* plain_address(const MmaChoice& choice) {
+  if (!choice.one_step) return plain_instance<T, kDim, kJoin, step_tiles(kDim), false, kWarps>();
+  if (choice.warps == 4) return plain_instance<T, kDim, kJoin, 2, true, 4>();
+  if (choice.step_tiles == 2) return plain_instance<T, kDim, kJoin, 2, true, kWarps>();
+  if constexpr (kDim == 64) {
+    if (choice.step_tiles == 4) return plain_instance<T, kDim, kJoin, 4, true, kWarps>();
+  }
+  return nullptr;
+}
+
 template <typename T, int kDimQk, int kDimV, Join kJoin>
-const void* mma_address_of(int row_tiles) {
-  // Enough bytes in flight take 32 tokens a step where rows are short: 64 KB of K and V for the 8 warps of a block.
-  // H200, 64q/8kv d64, 131,072 tokens: 73.3 us with 16 tokens, 66.6 us with 32.
-  constexpr int kTokenTiles = kDimQk <= 64 ? 2 : 1;
-  if (row_tiles == 1)
-    return reinterpret_cast<const void*>(&attend_mma<T, kDimQk, kDimV, 1, kTokenTiles, kJoin, kWarps>);
-  if constexpr (kDimQk <= kWideMmaDim) {
-    if (row_tiles == 2) {
-      return reinterpret_cast<const void*>(&attend_mma<T, kDimQk, kDimV, 2, kTokenTiles, kJoin, kWarps>);
-    }
+const void* mma_address_of(const MmaChoice& choice) {
+  if constexpr (has_plain(kDimQk, kDimV)) {
+    if (choice.plain) return plain_address<T, kDimQk, kJoin>(choice);
+  }
+  if (choice.row_tiles == 1) return general_address<T, kDimQk, kDimV, 1, kJoin>();
+  if constexpr (most_row_tiles(kDimQk, kDimV) >= 2) {
+    if (choice.row_tiles == 2) return general_address<T, kDimQk, kDimV, 2, kJoin>();
+  }
+  if constexpr (most_row_tiles(kDimQk, kDimV) >= 4) {
+    if (choice.row_tiles == 4) return general_address<T, kDimQk, kDimV, 4, kJoin>();
   }
   return nullptr;
 }
 
 template <typename T>
-const void* mma_address(Join join, int head_dim_qk, int head_dim_v, int row_tiles) {
-#define KVONCE_CUDA_DIMS(qk, v)                                                        \
-  if (head_dim_qk == (qk) && head_dim_v == (v)) {                                      \
-    return join == kJoinCluster ? mma_address_of<T, qk, v, kJoinCluster>(row_tiles)    \
-                                : mma_address_of<T, qk, v, kJoinWorkspace>(row_tiles); \
+const void* mma_address(const MmaChoice& choice) {
+#define KVONCE_CUDA_DIMS(qk, v)                                                            \
+  if (choice.head_dim_qk == (qk) && choice.head_dim_v == (v)) {                            \
+    return choice.join == kJoinCluster ? mma_address_of<T, qk, v, kJoinCluster>(choice)    \
+                                       : mma_address_of<T, qk, v, kJoinWorkspace>(choice); \
   }
 #include "cuda/instances.def"
   return nullptr;

@@ -101,9 +101,25 @@ std::int64_t choose_splits(std::int64_t streams, std::int64_t sms, std::int64_t 
   return best;
 }
 
-LaunchShape shape_for(const Problem& p, const Device& device, const Policy& policy, std::int64_t rows,
+/// What follows from the numbers of rows, splits and joining blocks.
+void finish_shape(KernelShape& s, const Problem& p) {
+  const auto elements = static_cast<std::int32_t>(s.rows_per_block * p.head_dim_v / 4);
+  const auto row_elements = static_cast<std::int32_t>(p.head_dim_v / 4);
+  s.splits_magic = divide_magic(s.num_splits);
+  s.place_rows = s.rows_per_block;
+  s.slice_rows =
+      row_elements % kSlice == 0 ? 1 : std::min(s.rows_per_block, (kSlice + row_elements - 2) / row_elements + 1);
+  s.own_slices = (slices_of(elements) + s.num_splits - 1) / s.num_splits;
+  const auto tiles = static_cast<std::int32_t>(shared::ceil_div(p.max_kv_len, kTile));
+  const bool all = s.join == kJoinCluster || tiles / s.num_splits >= kMinTiles;
+  s.share_splits = all ? s.num_splits : std::max(1, tiles / kMinTiles);
+  s.share_tiles = tiles / s.share_splits;
+  s.share_rest = tiles % s.share_splits;
+}
+
+KernelShape shape_for(const Problem& p, const Device& device, const Policy& policy, std::int64_t rows,
                       std::int64_t rows_per_block, bool may_cluster) {
-  LaunchShape s;
+  KernelShape s;
   s.exists = true;
   rows_per_block = std::clamp<std::int64_t>(rows_per_block, 1, std::max<std::int64_t>(1, rows));
   s.rows_per_block = static_cast<std::int32_t>(rows_per_block);
@@ -149,7 +165,32 @@ LaunchShape shape_for(const Problem& p, const Device& device, const Policy& poli
   const std::int64_t join_blocks =
       policy.join_blocks > 0 ? policy.join_blocks : shared::ceil_div(rows_per_block * p.head_dim_v / 4, kSlice);
   s.join_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, s.num_splits));
+  finish_shape(s, p);
   return s;
+}
+
+/// Chooses the instance for plain decode where there is one (Known in merge.cuh).
+void choose_plain(KernelShape& s, const Problem& p, std::int64_t rows) {
+  if (p.q_len != 1 || p.window != 0 || p.has_sinks || s.split_tokens != 0 || rows > kPlainRows ||
+      static_cast<int>(p.out_dtype) != static_cast<int>(p.k_format) ||
+      !has_plain(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v)) ||
+      (s.join == kJoinCluster && s.own_slices > 1)) {
+    return;
+  }
+  s.plain = true;
+  s.place_rows = kPlainRows;
+  s.step_tiles = step_tiles(static_cast<int>(p.head_dim_qk));
+  // A body without a loop where every warp has one step at most.
+  const std::int32_t tiles = s.share_tiles + (s.share_rest > 0 ? 1 : 0);
+  const auto one_step = [&](int warps, int step) {
+    if (s.one_step || tiles > warps * step) return;
+    s.one_step = true;
+    s.warps = warps;
+    s.step_tiles = step;
+  };
+  one_step(4, 2);
+  one_step(kWarps, 2);
+  if (p.head_dim_qk == 64) one_step(kWarps, 4);
 }
 
 class Layout {
@@ -174,19 +215,20 @@ class Layout {
 void lay_out_workspace(core::PlanData& data, CudaPlan& plan) {
   const Problem& p = data.problem;
   if (p.num_seqs == 0 || p.q_len == 0) return;
-  const auto streams = [&p](const LaunchShape& s) { return p.num_seqs * p.num_kv_heads * s.row_blocks; };
+  const auto streams = [&p](const KernelShape& s) { return p.num_seqs * p.num_kv_heads * s.row_blocks; };
   // The kernels of a plan share the workspace: each part is as large as the one that needs more.
   std::int64_t tickets = 0;
   std::int64_t ml = 0;
   std::int64_t o = 0;
-  for (const LaunchShape* s : {&plan.mma, &plan.generic}) {
+  for (const KernelShape* s : {&plan.mma, &plan.generic}) {
     if (!s->exists || s->join == kJoinCluster || s->num_splits == 1) continue;
+    const std::int64_t slices = slices_of(static_cast<std::int32_t>(s->place_rows * p.head_dim_v / 4));
     Layout probe;  // refuses what overflows
-    (void)probe.add(streams(*s), s->num_splits * s->rows_per_block, p.head_dim_v * 4);
-    (void)probe.add(streams(*s) * s->join_blocks, s->num_splits * s->rows_per_block, 8);
+    (void)probe.add(streams(*s), s->num_splits * s->place_rows, p.head_dim_v * 4);
+    (void)probe.add(streams(*s) * slices, s->num_splits * s->slice_rows, 8);
     tickets = std::max(tickets, streams(*s));
-    ml = std::max(ml, streams(*s) * s->join_blocks * s->num_splits * s->rows_per_block);
-    o = std::max(o, streams(*s) * s->num_splits * s->rows_per_block * p.head_dim_v);
+    ml = std::max(ml, streams(*s) * slices * s->num_splits * s->slice_rows);
+    o = std::max(o, streams(*s) * s->num_splits * s->place_rows * p.head_dim_v);
   }
   Layout layout;
   plan.tickets = layout.add(tickets, 1, 4);
@@ -222,13 +264,20 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   for (std::int64_t dim = 128; dim < largest_dim; dim *= 2) generic_rows /= 2;
   std::int64_t tile = generic_rows;
   if (has_mma(p)) {
-    const std::int64_t most = largest_dim <= kWideMmaDim ? 2 * kMmaRows : kMmaRows;
-    tile = options.policy.row_tile > 0 ? options.policy.row_tile : rows > kMmaRows ? most : kMmaRows;
-    if (tile != kMmaRows && tile != most) {
+    const std::int64_t most =
+        kMmaRows * most_row_tiles(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v));
+    tile = kMmaRows;
+    while (tile < most && tile < rows) tile *= 2;
+    if (options.policy.row_tile > 0) tile = options.policy.row_tile;
+    if (tile > most || (tile != kMmaRows && tile != 2 * kMmaRows && tile != 4 * kMmaRows)) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(tile),
-                   most > kMmaRows ? "0 (choose), 8 or 16" : "0 (choose) or 8 for these head dims");
+                   most == 4 * kMmaRows   ? "0 (choose), 8, 16 or 32"
+                   : most == 2 * kMmaRows ? "0 (choose), 8 or 16 for these head dims"
+                                          : "0 (choose) or 8 for these head dims");
     }
     plan->mma = shape_for(p, data.device, options.policy, rows, tile, true);
+    plan->mma.row_tiles = static_cast<int>(tile / kMmaRows);
+    choose_plain(plan->mma, p, rows);
   } else {
     if (options.policy.row_tile > 0 && options.policy.row_tile != tile) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(options.policy.row_tile),
@@ -240,7 +289,7 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   }
   plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows, false);
 
-  const LaunchShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
+  const KernelShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
   data.kernel_id = prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" +
                                                     std::to_string(p.head_dim_v) + "_r" + std::to_string(tile)
                                               : "dany_r" + std::to_string(tile));

@@ -87,6 +87,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Words of the workspace: each is its own flag, so neither side needs a fence.
 __device__ __forceinline__ float4 load_words(const float4* address) {
   float4 v;
@@ -116,26 +122,45 @@ __device__ __forceinline__ void store_words(float2* address, float2 v) {
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+__device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+}
 /// The address of another block's copy of a shared variable.
-__device__ __forceinline__ std::uint32_t cluster_address(const void* shared, int block) {
+__device__ __forceinline__ std::uint32_t cluster_address(std::uint32_t shared, unsigned block) {
   std::uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(block));
   return address;
 }
-__device__ __forceinline__ void cluster_store(std::uint32_t address, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
+
+// Stores into another block's shared memory. They count in that block's barrier, which opens when all its bytes are there.
+__device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, unsigned bytes) {
+  const std::uint32_t at = shared_address(barrier);
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void post(std::uint32_t address, float4 v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void post(std::uint32_t address, float2 v, std::uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(v.x), "f"(v.y), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ void cluster_store(std::uint32_t address, float2 v) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+__device__ __forceinline__ void wait_for_bytes(std::uint64_t* barrier) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred done;\n\t"
+      "again%=:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
+      "@!done bra again%=;\n\t"
+      "}" ::"r"(shared_address(barrier))
+      : "memory");
 }
 
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -143,11 +168,13 @@ __device__ __forceinline__ void wait_for_preceding() { asm volatile("griddepcont
 
 #else
 __device__ __forceinline__ void cluster_arrive_relaxed() {}
-__device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ std::uint32_t cluster_address(const void*, int) { return 0; }
-__device__ __forceinline__ void cluster_store(std::uint32_t, float4) {}
-__device__ __forceinline__ void cluster_store(std::uint32_t, float2) {}
+__device__ __forceinline__ std::uint32_t shared_address(const void*) { return 0; }
+__device__ __forceinline__ std::uint32_t cluster_address(std::uint32_t, unsigned) { return 0; }
+__device__ __forceinline__ void expect_bytes(std::uint64_t*, unsigned) {}
+__device__ __forceinline__ void post(std::uint32_t, float4, std::uint32_t) {}
+__device__ __forceinline__ void post(std::uint32_t, float2, std::uint32_t) {}
+__device__ __forceinline__ void wait_for_bytes(std::uint64_t*) {}
 __device__ __forceinline__ void launch_dependents() {}
 __device__ __forceinline__ void wait_for_preceding() {}
 #endif

@@ -14,14 +14,6 @@
 
 namespace kvonce::cuda {
 
-const void* mma_kernel_bf16(Join join, int head_dim_qk, int head_dim_v, int row_tiles);
-const void* mma_kernel_f16(Join join, int head_dim_qk, int head_dim_v, int row_tiles);
-
-const void* mma_kernel(Element type, Join join, int head_dim_qk, int head_dim_v, int row_tiles) {
-  return type == kBf16 ? mma_kernel_bf16(join, head_dim_qk, head_dim_v, row_tiles)
-                       : mma_kernel_f16(join, head_dim_qk, head_dim_v, row_tiles);
-}
-
 namespace {
 
 void require_success(cudaError_t status, const char* what) {
@@ -80,7 +72,7 @@ Element element_of(DType dtype) { return static_cast<Element>(dtype); }
 Element element_of(KvFormat format) { return static_cast<Element>(format); }
 std::int64_t element_bytes(Element type) { return type == kF32 ? 4 : 2; }
 
-Strided strided(const TensorView& view) { return {view.data, view.seq_stride, view.head_stride, view.token_stride}; }
+Strided strided(const TensorView& view) { return {view.data, view.token_stride, view.head_stride, view.seq_stride}; }
 
 /// Whether every row of the tensor starts at a multiple of `bytes`.
 bool is_aligned(const void* data, std::int64_t seq, std::int64_t head, std::int64_t token, Element type,
@@ -91,6 +83,18 @@ bool is_aligned(const void* data, std::int64_t seq, std::int64_t head, std::int6
 }
 bool is_aligned(const Strided& t, Element type, std::int64_t bytes) {
   return is_aligned(t.data, t.seq, t.head, t.token, type, bytes);
+}
+
+/// False where a row does not start at a multiple of 16 bytes or a stride does not fit.
+bool to_rows(const Strided& t, Element type, Rows& rows) {
+  const std::int64_t size = element_bytes(type);
+  const auto fits = [](std::int64_t n) { return n >= -2147483648LL && n <= 2147483647LL; };
+  if (!is_aligned(t, type, 16) || !fits(t.token * size) || !fits(t.head * size / 16) || !fits(t.seq * size / 16)) {
+    return false;
+  }
+  rows = {static_cast<const char*>(t.data), static_cast<std::int32_t>(t.token * size),
+          static_cast<std::int32_t>(t.head * size / 16), static_cast<std::int32_t>(t.seq * size / 16)};
+  return true;
 }
 
 char* aligned_base(void* workspace) {
@@ -143,27 +147,12 @@ AttendParams make_params(const core::PlanData& data, const Inputs& in, const Out
   return a;
 }
 
-void apply(const LaunchShape& shape, AttendParams& a) {
-  a.rows_per_block = shape.rows_per_block;
-  a.row_blocks = shape.row_blocks;
-  a.num_splits = shape.num_splits;
-  a.split_tokens = shape.split_tokens;
-  a.splits_magic = divide_magic(shape.num_splits);
-  a.join_blocks = shape.join_blocks;
-  a.slice_rows = shape.rows_per_block;
-  // Slices are powers of two: as many as the blocks that join, or fewer.
-  const int joiners = shape.join == kJoinCluster ? shape.num_splits : shape.join_blocks;
-  const int elements = shape.rows_per_block * a.head_dim_v / 4;
-  while (((elements - 1) >> a.slice_log2) >= joiners) ++a.slice_log2;
-  a.share_tiles = -1;
-  if (a.kv_lens == nullptr && a.kv_starts == nullptr && a.window == 0 && shape.split_tokens == 0) {
-    const std::int32_t tiles = static_cast<std::int32_t>((static_cast<std::int64_t>(a.max_kv_len) + 15) / 16);
-    const bool all = shape.join == kJoinCluster || tiles / shape.num_splits >= kMinTiles;
-    a.share_splits = all ? shape.num_splits : std::max(1, tiles / kMinTiles);
-    a.share_tiles = tiles / a.share_splits;
-    a.share_rest = tiles % a.share_splits;
-  }
-  a.join = shape.join;
+void apply(const KernelShape& shape, AttendParams& a) {
+  a.shape = shape;
+  const bool fixed = a.kv_lens == nullptr && a.kv_starts == nullptr && a.window == 0 && shape.split_tokens == 0;
+  a.share_tiles = fixed ? shape.share_tiles : -1;
+  a.share_rest = shape.share_rest;
+  a.share_splits = shape.share_splits;
 }
 
 /// Allows a kernel the shared memory and the cluster size that it may ask for. Cheap, and the same in every call.
@@ -177,20 +166,21 @@ void allow(const void* kernel, int shared_bytes, bool cluster) {
   }
 }
 
-void launch(const core::PlanData& data, const void* kernel, AttendParams& a, cudaStream_t stream) {
+void launch(const core::PlanData& data, const void* kernel, int warps, int shared_rows, AttendParams& a,
+            cudaStream_t stream) {
   const Problem& p = data.problem;
-  const int shared_bytes = merge_shared_bytes(a, kWarps, a.head_dim_v);
-  const bool cluster = a.join == kJoinCluster;
+  const int shared_bytes = merge_shared_bytes(a.shape, warps, shared_rows, a.head_dim_v);
+  const bool cluster = a.shape.join == kJoinCluster;
   allow(kernel, shared_bytes, cluster);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(kWarps * 32);
+  config.blockDim = dim3(static_cast<unsigned>(warps) * 32);
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
   if (cluster) {
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(a.num_splits), 1, 1};
+    attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(a.shape.num_splits), 1, 1};
     ++config.numAttrs;
   }
   if (a.earlier_kv_ready) {
@@ -201,8 +191,9 @@ void launch(const core::PlanData& data, const void* kernel, AttendParams& a, cud
   constexpr std::int64_t kMaxGridZ = 65535;
   for (std::int64_t seq = 0; seq < p.num_seqs; seq += kMaxGridZ) {
     a.seq_begin = static_cast<std::int32_t>(seq);
-    config.gridDim = dim3(static_cast<unsigned>(a.num_splits), static_cast<unsigned>(a.num_kv_heads * a.row_blocks),
-                          static_cast<unsigned>(std::min(kMaxGridZ, p.num_seqs - seq)));
+    config.gridDim =
+        dim3(static_cast<unsigned>(a.shape.num_splits), static_cast<unsigned>(a.num_kv_heads * a.shape.row_blocks),
+             static_cast<unsigned>(std::min(kMaxGridZ, p.num_seqs - seq)));
     void* arguments[] = {&a};
     require_success(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
   }
@@ -216,14 +207,24 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
   AttendParams a = make_params(data, inputs, outputs, workspace);
   a.earlier_kv_ready = data.earlier_kv_ready;
   auto* const stream = static_cast<cudaStream_t>(context.cuda_stream);
-  const bool aligned = is_aligned(a.q, a.q_type, 16) && is_aligned(a.k, a.k_type, 16) && is_aligned(a.v, a.v_type, 16);
-  if (plan.mma.exists && aligned) {
-    apply(plan.mma, a);
-    launch(data, mma_kernel(a.k_type, a.join, a.head_dim_qk, a.head_dim_v, a.rows_per_block > kMmaRows ? 2 : 1), a,
-           stream);
+  if (plan.mma.exists && to_rows(a.q, a.q_type, a.q_rows) && to_rows(a.k, a.k_type, a.k_rows) &&
+      to_rows(a.v, a.v_type, a.v_rows)) {
+    const KernelShape& s = plan.mma;
+    apply(s, a);
+    const bool plain = s.plain && a.kv_starts == nullptr && a.vector_out;
+    const MmaChoice choice = {s.join,
+                              a.head_dim_qk,
+                              a.head_dim_v,
+                              s.row_tiles,
+                              plain,
+                              plain && s.one_step,
+                              plain ? s.step_tiles : step_tiles(a.head_dim_qk),
+                              plain ? s.warps : kWarps};
+    const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(choice) : mma_kernel_f16(choice);
+    launch(data, kernel, choice.warps, plain ? kPlainRows : s.rows_per_block, a, stream);
   } else {
     apply(plan.generic, a);
-    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), a, stream);
+    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, a.shape.rows_per_block, a, stream);
   }
 }
 

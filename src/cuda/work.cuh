@@ -32,7 +32,7 @@ __device__ __forceinline__ int divide(int n, int divisor, std::uint32_t magic) {
 }
 
 // Lengths from memory, ranges from the mask.
-template <Join kJoin>
+template <Join kJoin, bool kPlain>
 __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) {
   if (p.kv_lens != nullptr) {
     w.kv_len = p.kv_lens[w.seq];
@@ -42,25 +42,27 @@ __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) 
     }
     w.end = w.kv_len;
   }
-  w.kv_start = p.kv_starts == nullptr ? 0 : min(max(p.kv_starts[w.seq], 0), w.kv_len);
+  if constexpr (!kPlain) {
+    if (p.kv_starts != nullptr) w.kv_start = min(max(p.kv_starts[w.seq], 0), w.kv_len);
+  }
   // The oldest row sees the earliest keys, the newest row the latest.
   w.begin = w.kv_start;
-  if (p.window > 0) {
+  if (!kPlain && p.window > 0) {
     w.begin = static_cast<int>(shared::visible_range(0, p.q_len, w.kv_len, w.kv_start, p.causal, p.window).begin);
     w.begin = min(w.begin, w.kv_len);
   }
 
   const int tiles = (w.end - w.begin + kTileTokens - 1) / kTileTokens;
-  if (p.split_tokens > 0) {
-    const int split_tiles = p.split_tokens / kTileTokens;
+  if (!kPlain && p.shape.split_tokens > 0) {
+    const int split_tiles = p.shape.split_tokens / kTileTokens;
     w.num_splits = max(1, (tiles + split_tiles - 1) / split_tiles);
     w.tile_begin = min(tiles, w.split * split_tiles);
     w.tile_end = min(tiles, w.tile_begin + split_tiles);
     return;
   }
   // A short range takes fewer blocks; a cluster always takes all of its own.
-  w.num_splits = p.num_splits;
-  int share = divide(tiles, p.num_splits, p.splits_magic);
+  w.num_splits = p.shape.num_splits;
+  int share = divide(tiles, p.shape.num_splits, p.shape.splits_magic);
   if (share < kMinTiles && kJoin != kJoinCluster) {
     w.num_splits = max(1, tiles / kMinTiles);
     share = tiles / w.num_splits;
@@ -70,7 +72,8 @@ __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) 
   w.tile_end = w.tile_begin + share + (w.split < rest ? 1 : 0);
 }
 
-template <Join kJoin>
+/// kPlain: Known in merge.cuh.
+template <Join kJoin, bool kPlain>
 __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
   BlockWork w;
   w.seq = p.seq_begin + static_cast<int>(blockIdx.z);
@@ -79,12 +82,12 @@ __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
   w.row_begin = 0;
   w.num_rows = p.rows;
   w.stream = static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head;
-  if (p.row_blocks > 1) {
-    const int row_block = static_cast<int>(blockIdx.y) % p.row_blocks;
-    w.kv_head = static_cast<int>(blockIdx.y) / p.row_blocks;
-    w.row_begin = row_block * p.rows_per_block;
-    w.num_rows = min(p.rows_per_block, p.rows - w.row_begin);
-    w.stream = (static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head) * p.row_blocks + row_block;
+  if (!kPlain && p.shape.row_blocks > 1) {
+    const int row_block = static_cast<int>(blockIdx.y) % p.shape.row_blocks;
+    w.kv_head = static_cast<int>(blockIdx.y) / p.shape.row_blocks;
+    w.row_begin = row_block * p.shape.rows_per_block;
+    w.num_rows = min(p.shape.rows_per_block, p.rows - w.row_begin);
+    w.stream = (static_cast<std::int64_t>(w.seq) * p.num_kv_heads + w.kv_head) * p.shape.row_blocks + row_block;
   }
   w.kv_len = p.max_kv_len;
   w.kv_start = 0;
@@ -95,14 +98,15 @@ __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
     w.tile_begin = w.split * p.share_tiles + min(w.split, p.share_rest);
     w.tile_end = w.tile_begin + p.share_tiles + (w.split < p.share_rest ? 1 : 0);
   } else {
-    find_range<kJoin>(p, w);
+    find_range<kJoin, kPlain>(p, w);
   }
   return w;
 }
 
 /// Brings the rest of the parameters near: under load, their first use at the end would wait for memory.
 __device__ __forceinline__ void touch_params(const AttendParams& p) {
-  asm volatile("" ::"l"(p.q.data), "r"(p.head_dim_qk), "l"(p.tickets), "l"(p.out), "l"(p.lse_seq), "l"(p.lse_token));
+  asm volatile("" ::"l"(p.q_rows.data), "r"(p.head_dim_qk), "l"(p.tickets), "l"(p.out), "l"(p.lse_seq),
+               "l"(p.lse_token));
 }
 
 /// The query head and query token of a row of the KV stream.
@@ -110,7 +114,9 @@ struct RowPlace {
   int head;
   int query;
 };
+template <bool kPlain>
 __device__ __forceinline__ RowPlace place_of(const AttendParams& p, const BlockWork& w, int row) {
+  if constexpr (kPlain) return {w.kv_head * p.group_size + row, 0};
   row += w.row_begin;
   if (p.q_len == 1) return {w.kv_head * p.group_size + row, 0};
   return {w.kv_head * p.group_size + row / p.q_len, row % p.q_len};
