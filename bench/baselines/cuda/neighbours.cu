@@ -26,32 +26,38 @@ __device__ __forceinline__ void change(uint4& word, std::uint32_t bits) { word.x
 
 // Word `at` of the packed rows, to its place. `bits` is zero.
 template <typename Word>
-__device__ __forceinline__ void copy_word(const NeighbourRows& rows, std::int64_t at, std::uint32_t bits) {
-  const std::int64_t row_words = rows.row_bytes / static_cast<std::int64_t>(sizeof(Word));
-  const std::int64_t row = at / row_words;
-  const std::int64_t head = row / rows.num_tokens;
-  char* const to = static_cast<char*>(rows.to) + head / rows.num_heads * rows.seq_stride +
-                   head % rows.num_heads * rows.head_stride + row % rows.num_tokens * rows.token_stride;
+__device__ __forceinline__ void copy_word(const NeighbourRows& rows, std::uint32_t at, std::uint32_t bits) {
+  const auto row_words = static_cast<std::uint32_t>(rows.row_bytes / static_cast<std::int64_t>(sizeof(Word)));
+  const auto num_tokens = static_cast<std::uint32_t>(rows.num_tokens);
+  const auto num_heads = static_cast<std::uint32_t>(rows.num_heads);
+  const std::uint32_t row = at / row_words;
+  const std::uint32_t head = row / num_tokens;
+  char* const to = static_cast<char*>(rows.to) + head / num_heads * rows.seq_stride +
+                   head % num_heads * rows.head_stride + row % num_tokens * rows.token_stride;
   Word word = static_cast<const Word*>(rows.from)[at];
   change(word, bits);
   reinterpret_cast<Word*>(to)[at % row_words] = word;
 }
 
+struct WordCounts {
+  std::uint32_t q;
+  std::uint32_t k;
+  std::uint32_t v;
+};
+
 template <typename Word, NeighbourForm kForm>
-__global__ void __launch_bounds__(kThreads) produce(Produced produced, std::int64_t q_words, std::int64_t k_words,
-                                                    std::int64_t v_words, const float* consumed) {
+__global__ void __launch_bounds__(kThreads) produce(Produced produced, WordCounts words, const float* consumed) {
   begin_neighbour<kForm>();
-  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
-  std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  std::uint32_t at = blockIdx.x * kThreads + threadIdx.x;
   // Never negative, which the compiler cannot know: what is written depends on what the consumer wrote.
   const std::uint32_t bits = consumed[at % kConsumedFloats] < 0.0F ? 1 : 0;
-  for (; at < q_words + k_words + v_words; at += stride) {
-    if (at < q_words) {
+  for (; at < words.q + words.k + words.v; at += gridDim.x * kThreads) {
+    if (at < words.q) {
       copy_word<Word>(produced.q, at, bits);
-    } else if (at < q_words + k_words) {
-      copy_word<Word>(produced.k, at - q_words, bits);
+    } else if (at < words.q + words.k) {
+      copy_word<Word>(produced.k, at - words.q, bits);
     } else {
-      copy_word<Word>(produced.v, at - q_words - k_words, bits);
+      copy_word<Word>(produced.v, at - words.q - words.k, bits);
     }
   }
 }
@@ -96,16 +102,15 @@ bool is_multiple(const NeighbourRows& rows, std::int64_t word) {
 template <typename Word>
 cudaError_t produce_words(NeighbourForm form, const Produced& produced, const float* consumed, cudaStream_t stream) {
   const auto words = [](const NeighbourRows& rows) {
-    return total_bytes(rows) / static_cast<std::int64_t>(sizeof(Word));
+    return static_cast<std::uint32_t>(total_bytes(rows) / static_cast<std::int64_t>(sizeof(Word)));
   };
-  const std::int64_t q = words(produced.q);
-  const std::int64_t k = words(produced.k);
-  const std::int64_t v = words(produced.v);
-  const std::int64_t blocks = std::clamp<std::int64_t>((q + k + v + kThreads - 1) / kThreads, 1, kMaxBlocks);
+  const WordCounts counts = {words(produced.q), words(produced.k), words(produced.v)};
+  const std::int64_t all = std::int64_t{counts.q} + counts.k + counts.v;
+  const std::int64_t blocks = std::clamp<std::int64_t>((all + kThreads - 1) / kThreads, 1, kMaxBlocks);
   auto* const kernel = form == NeighbourForm::plain  ? produce<Word, NeighbourForm::plain>
                        : form == NeighbourForm::late ? produce<Word, NeighbourForm::late>
                                                      : produce<Word, NeighbourForm::early>;
-  return launch(form, blocks, stream, kernel, produced, q, k, v, consumed);
+  return launch(form, blocks, stream, kernel, produced, counts, consumed);
 }
 
 template <typename Word>
@@ -121,6 +126,10 @@ cudaError_t consume_words(NeighbourForm form, const void* out, std::size_t out_b
 }  // namespace
 
 cudaError_t run_produce(NeighbourForm form, const Produced& produced, const float* consumed, cudaStream_t stream) {
+  constexpr std::int64_t kMostBytes = std::int64_t{1} << 31;
+  if (total_bytes(produced.q) + total_bytes(produced.k) + total_bytes(produced.v) > kMostBytes) {
+    return cudaErrorInvalidValue;
+  }
   const auto all = [&produced](std::int64_t word) {
     return is_multiple(produced.q, word) && is_multiple(produced.k, word) && is_multiple(produced.v, word);
   };

@@ -19,8 +19,8 @@ enum class NeighbourForm : int {
   early = 2,  // programmatic stream serialisation; lets the next kernel start at once, then waits
 };
 
-/// Rows of a tensor that are written from a packed copy. Sizes, strides and pointers: multiples of 4 bytes; words of 16 bytes
-/// are copied where all of them are multiples of 16.
+/// Rows of a tensor that are written from a packed copy, up to 2 GiB in all. Sizes, strides and pointers: multiples of 4
+/// bytes; words of 16 bytes are copied where all of them are multiples of 16.
 struct NeighbourRows {
   void* to = nullptr;          // [num_seqs, num_heads, num_tokens] rows, strides in bytes
   const void* from = nullptr;  // the same rows without gaps
