@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Markdown tables from `kvonce bench --out FILE` results.
 
-usage: bench/table.py [--arms | --times | --peers] FILE...
+usage: bench/table.py [--arms | --times | --chain | --peers] FILE...
 
 Default: one row per case, one column per file, kvonce's ratio_to_roof (and its GB/s).
 --arms:  one row per case of one file, GB/s of every arm and kvonce's speed-up over per_head.
 --times: one row per case of each file, microseconds of every arm and kvonce's time over that of read and of floor: for CUDA.
+--chain: for results of `kvonce bench --chain` and of scripts that give peers the same chain: one row per case, a column per
+         arm and form of the neighbours, the microseconds that attention adds and that over its isolated time.
 --peers: for results of bench/peers: one row per case of each file, GB/s of read and kvonce, then for each peer its GB/s
          and how many times as fast kvonce is; bold where that is short of the goal.
 """
@@ -46,17 +48,42 @@ def print_arms(path):
 def print_times(path):
     device, cases = load(path)
     dtype = next(iter(next(iter(cases.values())).values()))["kv_dtype"]
-    names = [arm for arm in ("read", "floor", "kvonce", "per_head", "qmv") if any(arm in arms for arms in cases.values())]
+    names = [arm for arm in ("read", "floor", "kvonce", "kvonce_lens", "kvonce_planned", "per_head", "qmv")
+             if any(arm in arms for arms in cases.values())]
     print(f"{describe(device)}, {dtype}, us\n")
-    print_row(["geometry", "kv_len"] + names + ["kvonce / read", "kvonce / floor"])
-    print("|---|---" + "|---:" * (len(names) + 2) + "|")
+    pairs = [("kvonce", "read"), ("kvonce", "floor")]
+    if "kvonce_planned" in names:
+        pairs.append(("kvonce_planned", "kvonce_lens"))
+    print_row(["geometry", "kv_len"] + names + [" / ".join(pair) for pair in pairs])
+    print("|---|---" + "|---:" * (len(names) + len(pairs)) + "|")
     for (name, kv_len), arms in cases.items():
         cells = [f"{arms[arm]['us_median']:.2f}" if arm in arms else "-" for arm in names]
-        for other in ("read", "floor"):
-            both = other in arms and "kvonce" in arms
-            cells.append(f"{arms['kvonce']['us_median'] / arms[other]['us_median']:.2f}" if both else "-")
+        for arm, other in pairs:
+            both = arm in arms and other in arms
+            cells.append(f"{arms[arm]['us_median'] / arms[other]['us_median']:.2f}" if both else "-")
         print_row([name, str(kv_len)] + cells)
     print()
+
+
+def print_chain(paths):
+    results = [json.loads(pathlib.Path(path).read_text(encoding="utf-8")) for path in paths]
+    columns = []
+    cases = {}
+    for row in (row for result in results for row in result["rows"] if row["mode"] == "chain"):
+        column = f"{row['arm']} {row['neighbours']}"
+        if column not in columns:
+            columns.append(column)
+        case = "{num_q_heads}q/{num_kv_heads}kv d{head_dim_qk}".format(**row), row["kv_len"], row["kv_dtype"]
+        text = f"{row['us_median']:.2f}"
+        isolated = row.get("isolated_us_median")
+        if isolated:
+            text += f" ({row['us_median'] / isolated:.2f}x)"
+        cases.setdefault(case, {"kv_bytes": row["kv_bytes"]})[column] = text
+    print(f"{describe(results[0]['device'])}, us\n")
+    print_row(["geometry", "kv_len", "dtype", "KV MB"] + columns)
+    print("|---|---|---" + "|---:" * (len(columns) + 1) + "|")
+    for (name, kv_len, dtype), cells in cases.items():
+        print_row([name, str(kv_len), dtype, f"{cells['kv_bytes'] / 1e6:.1f}"] + [cells.get(column, "-") for column in columns])
 
 
 def print_ratios(paths):
@@ -114,12 +141,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", action="store_true", help="GB/s of every arm of one result")
     parser.add_argument("--times", action="store_true", help="microseconds of every arm, for CUDA")
+    parser.add_argument("--chain", action="store_true", help="what attention adds to a chain of kernels, on CUDA")
     parser.add_argument("--peers", action="store_true", help="kvonce beside other libraries")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args()
     if options.peers:
         for path in options.files:
             print_peers(path)
+    elif options.chain:
+        print_chain(options.files)
     elif options.times:
         for path in options.files:
             print_times(path)

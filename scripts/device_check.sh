@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a machine with a CUDA device can show; each part runs in under 8 minutes and leaves up to 8 files in the folder given.
-# usage: device_check.sh check|sanitize|bench|peers [OUT]
+# usage: device_check.sh check|sanitize|bench|chain|peers [OUT]
 # OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*); else
 # build/release is built first, which needs nvcc 12.8 or newer.
 set -euo pipefail
@@ -9,9 +9,9 @@ part=${1:-}
 out=${2:-$root/build/device-check}
 
 case $part in
-  check | sanitize | bench | peers) ;;
+  check | sanitize | bench | chain | peers) ;;
   *)
-    echo "device_check: got '$part'; allowed: check, sanitize, bench, peers" >&2
+    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers" >&2
     exit 2
     ;;
 esac
@@ -58,6 +58,12 @@ case $part in
     run bench-bf16.txt 150 "$kvonce" bench --backend cuda --out "$out/cuda-bf16.json"
     run bench-f16.txt 150 "$kvonce" bench --backend cuda --dtype f16 --out "$out/cuda-f16.json"
     run bench-f32.txt 150 "$kvonce" bench --backend cuda --dtype f32 --out "$out/cuda-f32.json"
+    ;;
+  chain)
+    run chain-bf16.txt 240 "$kvonce" bench --backend cuda --chain --out "$out/chain-bf16.json"
+    grep -E 'kv=(2048|32768)$' "$root/bench/cases/cuda.txt" >"$out/planned-cases.txt"
+    run planned-bf16.txt 120 "$kvonce" bench --backend cuda --cases "$out/planned-cases.txt" --planned-kv-len 131072 \
+      --arms kvonce,kvonce_lens,kvonce_planned --out "$out/planned-bf16.json"
     ;;
   peers)
     # One after the other on the same device: the kvonce figures to compare with are those of this call.

@@ -94,7 +94,7 @@ typedef struct kvonce_options {
   int64_t chunk_tokens; /* tokens per chunk: fixes the split of a row whatever the batch; 0: chosen */
   /* the end of KVONCE_OPTIONS_BASIC_SIZE */
   const char* policy;       /* "row_tile=4,chunk_tokens=2048"; NULL: by KVONCE_POLICY's file, or chosen */
-  int32_t earlier_kv_ready; /* CUDA: K/V before kv_len - q_len are not written by the preceding kernel */
+  int32_t earlier_kv_ready; /* CUDA: K/V before kv_len - q_len were complete before the preceding kernel started */
   int32_t reserved;         /* must be 0 */
 } kvonce_options;
 #define KVONCE_OPTIONS_BASIC_SIZE offsetof(kvonce_options, policy)

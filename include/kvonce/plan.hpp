@@ -80,7 +80,8 @@ struct PlanOptions {
   /// Rules for the fields that `policy` leaves open. Null: those of the file that KVONCE_POLICY names, which is read once,
   /// by the first make_plan that needs it. A PolicyFile without rules: none, whatever KVONCE_POLICY says.
   std::shared_ptr<const PolicyFile> policy_file;
-  /// CUDA: K/V of tokens before kv_len - q_len, kv_lens and kv_starts are not written by the preceding kernel.
+  /// CUDA: K/V of tokens before kv_len - q_len, kv_lens and kv_starts were complete before the preceding kernel started.
+  /// attend() may then start under that kernel's tail, see cuda.cuh.
   bool earlier_kv_ready = false;
 };
 

@@ -18,6 +18,13 @@ run(${CMAKE_COMMAND} --install ${build_dir} --prefix ${scratch_dir}/first)
 file(RENAME ${scratch_dir}/first ${scratch_dir}/moved)
 set(prefix ${scratch_dir}/moved)
 
+file(GLOB headers RELATIVE ${source_dir}/include ${source_dir}/include/kvonce/*)
+foreach(header ${headers})
+  if(NOT EXISTS ${prefix}/${includedir}/${header})
+    message(FATAL_ERROR "not installed: ${header}")
+  endif()
+endforeach()
+
 run(${CMAKE_COMMAND} -S ${consumer_dir} -B ${scratch_dir}/consumer -G Ninja -D CMAKE_PREFIX_PATH=${prefix}
   -D CMAKE_CXX_COMPILER=${cxx} -D CMAKE_BUILD_TYPE=${build_type} -D KVONCE_EXPECTED_VERSION=${version})
 run(${CMAKE_COMMAND} --build ${scratch_dir}/consumer)

@@ -1,5 +1,7 @@
 #include "busy_kernels.hpp"
 
+#include "kvonce/cuda.cuh"
+
 namespace kvonce::cuda_test {
 namespace {
 
@@ -26,9 +28,7 @@ __global__ void read_kernel(const uint4* data, std::size_t count, std::uint32_t*
 __global__ void hold_kernel(int microseconds) { wait_microseconds(microseconds); }
 
 __global__ void late_kernel(Pieces pieces, int microseconds) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  cuda_trigger_dependents();
   if (threadIdx.x == 0) wait_microseconds(microseconds);
   __syncthreads();
   for (const Piece& piece : pieces.piece) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <set>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -311,6 +312,52 @@ TEST(BenchReportTest, CudaTablesShowMicroseconds) {
   EXPECT_NE(svg.find("gpu, sm_90, 132 SMs"), std::string::npos);
   EXPECT_NE(svg.find(">floor<"), std::string::npos);
   EXPECT_EQ(svg.find(">qmv<"), std::string::npos);  // not among the arms
+}
+
+TEST(BenchReportTest, ChainRowsHoldTheDifferenceOfEveryRound) {
+  BenchReport report;
+  report.device.backend = Backend::cuda;
+  for (const char* const text : {"32q/4kv d128 kv=2048 dtype=bf16", "32q/4kv d128 kv=8192 dtype=bf16"}) {
+    const CaseSpec spec = parse_case(text);
+    const CaseData data = lay_out_case(timed_problem(spec, KvFormat::bf16, Backend::cuda), 0);
+    // The rounds' differences are 4, 2 and 5; the difference of the medians would be 3.
+    const ChainTimes times = {{9.0, 5.0, 8.0}, {5.0, 3.0, 3.0}, {8.0, 8.0, 9.0}};
+    report.rows.push_back(make_chain_row(spec, data, {"kvonce", "id", 1}, "plain", times));
+    report.rows.push_back(make_chain_row(spec, data, {"kvonce_early", "id", 1}, "late", times));
+  }
+  const nlohmann::ordered_json json = to_json(report);
+  const auto& row = json["rows"][1];
+  EXPECT_EQ(row["mode"], "chain");
+  EXPECT_EQ(row["arm"], "kvonce_early");
+  EXPECT_EQ(row["neighbours"], "late");
+  EXPECT_EQ(row["us_median"], 4.0);
+  EXPECT_EQ(row["us_min"], 2.0);
+  EXPECT_EQ(row["chain_us_median"], 8.0);
+  EXPECT_EQ(row["neighbours_us_median"], 3.0);
+  EXPECT_EQ(row["isolated_us_median"], 8.0);
+  EXPECT_EQ(row["ratio_to_isolated"], 0.5);
+  const std::string md = render(report, Format::md);
+  EXPECT_EQ(std::count(md.begin(), md.end(), '\n'), 4) << md;
+  EXPECT_NE(md.find("| KV MB | isolated us | kvonce plain | kvonce_early late |"), std::string::npos) << md;
+  EXPECT_NE(md.find("kv=2048 q=1 seqs=1 bf16 | 4.2   | 8.00        | 4.00 (0.50x) | 4.00 (0.50x)"), std::string::npos)
+      << md;
+  EXPECT_NE(render_compact(report).find(md), std::string::npos);
+}
+
+TEST(BenchReportTest, KeysThatOnlySomeRowsHaveAreColumnsToo) {
+  BenchReport report = cuda_report();
+  report.rows[1].planned_kv_len = 4096;
+  const std::string csv = render(report, Format::csv);
+  std::istringstream lines(csv);
+  std::string header;
+  std::string first;
+  std::string second;
+  std::getline(lines, header);
+  std::getline(lines, first);
+  std::getline(lines, second);
+  EXPECT_TRUE(header.ends_with(",planned_kv_len")) << header;
+  EXPECT_TRUE(first.ends_with(",")) << first;
+  EXPECT_TRUE(second.ends_with(",4096")) << second;
 }
 
 TEST(BenchCasesTest, CudaCoversTheSeedsGeometriesUpTo131072Tokens) {

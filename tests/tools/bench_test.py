@@ -18,6 +18,7 @@ ROW_KEYS = [
     "backend", "q_dtype", "mode", "arm", "kernel", "read_factor", "us_median", "us_min", "kv_bytes", "gbps",
     "ratio_to_read", "roof_us", "ratio_to_roof", "rel_rms_error",
 ]
+CHAIN_KEYS = ["neighbours", "chain_us_median", "neighbours_us_median", "isolated_us_median", "ratio_to_isolated"]
 CASES = """# two geometries, three lengths
 8q/2kv d64 kv=300   # a comment after a case
 8q/2kv d64 kv=1000
@@ -214,6 +215,47 @@ class BenchTest(unittest.TestCase):
         for row in report["rows"]:
             self.assertEqual(list(row), ROW_KEYS)
             self.assertEqual(row["ratio_to_roof"], row["ratio_to_read"])
+
+    def run_on_cuda(self, *options):
+        """The report, or None where there is no device: then the refusal has been checked."""
+        result = bench("--backend", "cuda", "--rounds", "2", "--format", "json", *options)
+        if result.returncode == 3:
+            self.check_refused(3, "backend cuda", "--backend", "cuda", *options)
+            return None
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)
+
+    def test_a_chain_needs_a_device_or_measures_every_form_of_neighbours(self):
+        report = self.run_on_cuda("--chain", "--case", "8q/2kv d64 kv=300", "--case",
+                                  "8q/2kv d128 kv=1000 q=2 seqs=3 layout=nhd dtype=f16")
+        if report is None:
+            return
+        self.assertEqual([(row["arm"], row["neighbours"]) for row in report["rows"]],
+                         2 * [("kvonce", "plain"), ("kvonce_early", "plain"), ("kvonce_early", "late"),
+                              ("kvonce_early", "early")])
+        for row in report["rows"]:
+            self.assertEqual(list(row), ROW_KEYS + CHAIN_KEYS)
+            self.assertEqual(row["mode"], "chain")
+            self.assertLess(row["rel_rms_error"], 5e-3)
+
+    def test_lengths_in_device_memory_need_a_device_or_run_beside_the_others(self):
+        report = self.run_on_cuda("--planned-kv-len", "4096", "--case", "8q/2kv d64 kv=300", "--arms",
+                                  "kvonce,kvonce_lens,kvonce_planned")
+        if report is None:
+            return
+        self.assertEqual([(row["arm"], row["kv_len"], row.get("planned_kv_len")) for row in report["rows"]],
+                         [("kvonce", 300, None), ("kvonce_lens", 300, 300), ("kvonce_planned", 300, 4096)])
+        self.assertEqual(len({row["kv_bytes"] for row in report["rows"]}), 1)
+
+    def test_chains_and_planned_lengths_are_for_cuda_and_not_for_everything(self):
+        self.check_refused(2, "--chain: is for backend cuda", "--chain")
+        self.check_refused(2, "--planned-kv-len: is for backend cuda", "--planned-kv-len", "4096")
+        self.check_refused(2, "--svg", "--backend", "cuda", "--chain", "--svg", str(self.root / "chain.svg"))
+        self.check_refused(2, "kvonce,kvonce_early", "--backend", "cuda", "--chain", "--arms", "kvonce,read")
+        self.check_refused(2, "--planned-kv-len", "--backend", "cuda", "--chain", "--planned-kv-len", "4096")
+        self.check_refused(2, "--planned-kv-len", "--backend", "cuda", "--planned-kv-len", "0")
+        self.check_refused(2, "300 tokens", "--backend", "cuda", "--planned-kv-len", "299", "--case", "8q/2kv d64 kv=300")
+        self.check_refused(2, "kvonce_lens", "--backend", "cuda", "--arms", "kvonce_lens")
 
     def test_cuda_takes_no_cpu_options(self):
         self.check_refused(2, "--threads", "--backend", "cuda", "--threads", "2")

@@ -1,4 +1,4 @@
-"""bench/table.py: --peers, which cells it prints and which it marks as short of the goal; --times.
+"""bench/table.py: --peers, which cells it prints and which it marks as short of the goal; --times; --chain.
 
 Usage: bench_test_table.py KVONCE [unittest arguments] (the command is not used)
 """
@@ -61,6 +61,30 @@ class TimesTableTest(unittest.TestCase):
         self.assertIn("| geometry | kv_len | read | floor | kvonce | kvonce / read | kvonce / floor |", text)
         self.assertIn("| 8q/4kv d128 | 2048 | 2.00 | 2.50 | 3.00 | 1.50 | 1.20 |", text)
         self.assertIn("| 8q/2kv d128 | 2048 | 2.00 | - | 4.00 | 2.00 | - |", text)
+
+
+    def test_a_plan_for_longer_caches_is_compared_with_one_for_the_length(self):
+        device = {"name": "gpu", "cuda_target": "sm_90", "num_sms": 132}
+        (row,) = rows(8, 4, kvonce=3)
+        case = [row, {**row, "arm": "kvonce_lens", "us_median": 4}, {**row, "arm": "kvonce_planned", "us_median": 4.4}]
+        text = table(case, option="--times", device=device)
+        self.assertIn("| kvonce / read | kvonce / floor | kvonce_planned / kvonce_lens |", text)
+        self.assertIn("| 3.00 | 4.00 | 4.40 | - | - | 1.10 |", text)
+
+
+class ChainTableTest(unittest.TestCase):
+    def test_arms_and_forms_are_columns_and_rows_of_other_modes_are_left_out(self):
+        device = {"name": "gpu", "cuda_target": "sm_90", "num_sms": 132}
+        (isolated,) = rows(8, 4, kvonce=9)
+        base = {**isolated, "mode": "chain", "kv_bytes": 4 << 20}
+        case = [{**isolated, "mode": "isolated"},
+                {**base, "neighbours": "plain", "us_median": 5, "isolated_us_median": 4},
+                {**base, "arm": "kvonce_early", "neighbours": "early", "us_median": 3, "isolated_us_median": 4}]
+        peer = [{**base, "arm": "torch 2", "num_kv_heads": 2, "neighbours": "plain", "us_median": 8}]
+        text = table(case, peer, option="--chain", device=device)
+        self.assertIn("| geometry | kv_len | dtype | KV MB | kvonce plain | kvonce_early early | torch 2 plain |", text)
+        self.assertIn("| 8q/4kv d128 | 2048 | f16 | 4.2 | 5.00 (1.25x) | 3.00 (0.75x) | - |", text)
+        self.assertIn("| 8q/2kv d128 | 2048 | f16 | 4.2 | - | - | 8.00 |", text)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,16 @@ const std::vector<std::string>& arm_names(Backend backend) {
   return backend == Backend::cuda ? cuda : cpu;
 }
 
+const std::vector<std::string>& planned_arm_names() {
+  static const std::vector<std::string> names = {"kvonce_lens", "kvonce_planned"};
+  return names;
+}
+
+const std::vector<std::string>& chain_arm_names() {
+  static const std::vector<std::string> names = {"kvonce", "kvonce_early"};
+  return names;
+}
+
 Arm make_arm(std::string_view name, const CaseData& data, const Device& device, const PlanOptions& options,
              const bench::TargetKernels& kernels, const bench::ReadLoop& read_loop) {
   const bench::Team team{device.num_threads};

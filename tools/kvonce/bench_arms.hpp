@@ -18,6 +18,10 @@ namespace kvonce::tool {
 
 /// kvonce, per_head, read, qmv and on CUDA floor: the order in which they are reported.
 const std::vector<std::string>& arm_names(Backend backend);
+/// What --planned-kv-len adds: kvonce with the lengths in device memory, planned for the case's length and for the given one.
+const std::vector<std::string>& planned_arm_names();
+/// The arms of a chain: kvonce without and with PlanOptions::earlier_kv_ready.
+const std::vector<std::string>& chain_arm_names();
 
 struct Arm {
   std::string name;

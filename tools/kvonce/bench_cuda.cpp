@@ -8,6 +8,7 @@
 
 #include "baselines/cuda/status.hpp"
 #include "kvonce/bench_cuda_arms.hpp"
+#include "kvonce/bench_cuda_chain.hpp"
 #include "kvonce/bench_timing.hpp"
 #include "kvonce/output.hpp"
 
@@ -60,6 +61,22 @@ class CudaBuffer {
   std::optional<KvFormat> format_;  // of the values that fill it
 };
 
+// A case on the device and, for as long, its first set in host memory.
+struct PlacedCase {
+  PlacedCase(CaseData& data, const CudaBuffer& buffer)
+      : set(std::make_unique_for_overwrite<char[]>(static_cast<std::size_t>(data.kv_bytes()))) {
+    copy_to_host(set.get(), buffer.data(), static_cast<std::size_t>(data.kv_bytes()));
+    place_case(data, set.get());
+    on_device.host = &data;
+    on_device.base = buffer.data();
+    on_device.q.allocate(data.q.size());
+    copy_to_device(on_device.q.data(), data.q.data(), data.q.size());
+  }
+
+  std::unique_ptr<char[]> set;
+  CudaCase on_device;
+};
+
 // One arm and the graph of its calls on every set in turn.
 struct TimedArm {
   TimedArm(CudaArm arm_given, std::int64_t num_sets, const CudaStream& stream)
@@ -94,6 +111,12 @@ class CudaBench {
   explicit CudaBench(const BenchSettings& settings) : settings_(settings) {}
 
   BenchOutcome run() {
+    if (settings_.chain && attribute(cudaDevAttrComputeCapabilityMajor, settings_.device.ordinal) < 9) {
+      throw Error(ErrorCode::Unsupported,
+                  fmt::format("--chain: needs a device of sm_90 or newer, which has programmatic "
+                              "launches; this one is {}; leave it out",
+                              settings_.device.target));
+    }
     std::vector<CaseData> cases;
     std::int64_t buffer_bytes = 0;
     for (const CaseSpec& spec : settings_.cases) {
@@ -101,7 +124,7 @@ class CudaBench {
       buffer_bytes = std::max(buffer_bytes, cases.back().num_sets * cases.back().set_bytes);
       // Refuses what cannot run before anything is timed.
       for (const std::string& arm : settings_.arms) {
-        require_servable(arm, cases.back().problem, settings_.device, settings_.plan);
+        require_servable(arm, cases.back().problem, settings_);
       }
     }
     describe_device();
@@ -109,7 +132,12 @@ class CudaBench {
     for (std::size_t i = 0; i < cases.size(); ++i) {
       progress.update(static_cast<std::int64_t>(i) + 1, static_cast<std::int64_t>(cases.size()));
       buffer_.prepare(buffer_bytes, cases[i].problem.k_format);
-      run_case(settings_.cases[i], cases[i]);
+      const PlacedCase placed(cases[i], buffer_);
+      if (settings_.chain) {
+        run_chain(settings_.cases[i], placed.on_device);
+      } else {
+        run_case(settings_.cases[i], placed.on_device);
+      }
     }
     return std::move(outcome_);
   }
@@ -136,17 +164,7 @@ class CudaBench {
     described.buffer_bytes = kRotationBytes;
   }
 
-  void run_case(const CaseSpec& spec, CaseData& data) {
-    const auto kv_bytes = static_cast<std::size_t>(data.kv_bytes());
-    const auto set = std::make_unique_for_overwrite<char[]>(kv_bytes);
-    copy_to_host(set.get(), buffer_.data(), kv_bytes);
-    place_case(data, set.get());
-    CudaCase on_device;
-    on_device.host = &data;
-    on_device.base = buffer_.data();
-    on_device.q.allocate(data.q.size());
-    copy_to_device(on_device.q.data(), data.q.data(), data.q.size());
-
+  void run_case(const CaseSpec& spec, const CudaCase& on_device) {
     std::vector<std::unique_ptr<TimedArm>> arms;
     std::vector<std::optional<double>> errors;
     for (const std::string& name : settings_.arms) {
@@ -160,12 +178,51 @@ class CudaBench {
       // What the many calls in between left in a workspace would show now.
       (void)check(spec, arms[i]->arm, "after");
       const ArmLabel& label = arms[i]->arm.label;
-      BenchRow row = make_row(spec, data, Backend::cuda, label, arms[i]->us);
+      BenchRow row = make_row(spec, *on_device.host, Backend::cuda, label, arms[i]->us);
       row.rel_rms_error = errors[i];
+      row.planned_kv_len = arms[i]->arm.planned_kv_len;
       if (label.name == "read") read_kernel = label.kernel;
       outcome_.report.rows.push_back(std::move(row));
     }
     finish_rows(outcome_.report, first, 0.0, read_kernel);
+  }
+
+  // Graphs of the neighbours with and without attention between them, and of attention alone, side by side.
+  void run_chain(const CaseSpec& spec, const CudaCase& on_device) {
+    struct Measured {
+      ArmLabel label;
+      NeighbourForm form;
+      std::size_t graph;
+      std::optional<double> error;
+    };
+    const std::int64_t num_sets = on_device.host->num_sets;
+    const ChainNeighbours neighbours(on_device, stream_);
+    const CudaArm isolated = std::move(make_cuda_arms("kvonce", on_device, settings_, stream_).front());
+    std::vector<std::unique_ptr<TimedArm>> graphs;
+    std::vector<Measured> measured;
+    for (const NeighbourForm form : kNeighbourForms) {
+      graphs.push_back(timed(neighbours.without(isolated, form), num_sets));
+    }
+    graphs.push_back(timed(isolated, num_sets));
+    const std::vector<double>& isolated_us = graphs.back()->us;
+    for (const std::string& name : settings_.arms) {
+      const CudaArm attention = std::move(make_cuda_arms(name, on_device, settings_, stream_).front());
+      for (const NeighbourForm form : kNeighbourForms) {
+        // A kernel that waits for the one before has nothing to gain from neighbours that let it in.
+        if (name == "kvonce" && form != NeighbourForm::plain) continue;
+        graphs.push_back(timed(neighbours.around(attention, form), num_sets));
+        measured.push_back({attention.label, form, graphs.size() - 1, check(spec, graphs.back()->arm, "before")});
+      }
+    }
+    time_arms(graphs);
+    for (const Measured& m : measured) {
+      const TimedArm& chain = *graphs[m.graph];
+      (void)check(spec, chain.arm, "after");
+      const ChainTimes times = {chain.us, graphs[static_cast<std::size_t>(m.form)]->us, isolated_us};
+      BenchRow row = make_chain_row(spec, *on_device.host, m.label, form_name(m.form), times);
+      row.rel_rms_error = m.error;
+      outcome_.report.rows.push_back(std::move(row));
+    }
   }
 
   // Runs the arm on set 0; what is wrong goes to the outcome.
@@ -178,13 +235,17 @@ class CudaBench {
     return finding.rel_rms_error;
   }
 
+  std::unique_ptr<TimedArm> timed(CudaArm arm, std::int64_t num_sets) {
+    arm.enqueue(0);  // the first call of a kernel may load it, which is nothing for a capture
+    stream_.wait();
+    return std::make_unique<TimedArm>(std::move(arm), num_sets, stream_);
+  }
+
   // Which form of a streaming arm wins depends on the size of the case.
   std::unique_ptr<TimedArm> fastest_form(const std::string& name, const CudaCase& on_device) {
     std::vector<std::unique_ptr<TimedArm>> forms;
-    for (CudaArm& arm : make_cuda_arms(name, on_device, settings_.device, settings_.plan, stream_)) {
-      arm.enqueue(0);  // the first call of a kernel may load it, which is nothing for a capture
-      stream_.wait();
-      forms.push_back(std::make_unique<TimedArm>(std::move(arm), on_device.host->num_sets, stream_));
+    for (CudaArm& arm : make_cuda_arms(name, on_device, settings_, stream_)) {
+      forms.push_back(timed(std::move(arm), on_device.host->num_sets));
     }
     std::size_t best = 0;
     if (forms.size() > 1) {

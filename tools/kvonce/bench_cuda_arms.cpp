@@ -38,6 +38,7 @@ class CudaResult {
         memory_(static_cast<std::size_t>(format_bytes(format_, count_))) {}
 
   [[nodiscard]] char* data() const { return memory_.data(); }
+  [[nodiscard]] std::size_t bytes() const { return memory_.bytes(); }
 
   /// Every value becomes NaN.
   void poison(const CudaStream& stream) const {
@@ -60,6 +61,10 @@ class CudaResult {
   DeviceMemory memory_;
 };
 
+CudaFinding judge_result(const CudaCase& on_device, const CudaResult& result) {
+  return judge(sampled_error(*on_device.host, result.values()), attention_tolerance(on_device.host->problem.k_format));
+}
+
 // The check of an arm that writes `result`.
 std::function<CudaFinding()> attention_check(const CudaCase& on_device, const CudaResult& result,
                                              const CudaStream& stream, std::function<void(std::int64_t)> enqueue) {
@@ -67,24 +72,42 @@ std::function<CudaFinding()> attention_check(const CudaCase& on_device, const Cu
     result.poison(stream);
     enqueue(0);
     stream.wait();
-    return judge(sampled_error(*on_device.host, result.values()),
-                 attention_tolerance(on_device.host->problem.k_format));
+    return judge_result(on_device, result);
   };
 }
 
-CudaArm kvonce_arm(const CudaCase& on_device, const Device& device, const PlanOptions& options,
+bool is_planned(std::string_view name) { return name == "kvonce_planned"; }
+bool has_lens(std::string_view name) { return name == "kvonce_lens" || is_planned(name); }
+bool is_kvonce(std::string_view name) { return name == "kvonce" || name == "kvonce_early" || has_lens(name); }
+
+// The plan of an arm of kvonce.
+Plan kvonce_plan(std::string_view name, Problem problem, const BenchSettings& settings) {
+  PlanOptions options = settings.plan;
+  options.earlier_kv_ready = name == "kvonce_early";
+  if (is_planned(name)) problem.max_kv_len = settings.planned_kv_len;
+  return make_plan(problem, settings.device, options);
+}
+
+CudaArm kvonce_arm(std::string_view name, const CudaCase& on_device, const BenchSettings& settings,
                    const CudaStream& stream) {
   struct State {
     State(Plan made, const Problem& problem)
         : plan(std::move(made)), workspace(plan.workspace_bytes()), result(problem) {}
     Plan plan;
     DeviceMemory workspace;
+    DeviceMemory kv_lens;  // nothing where the host knows them
     CudaResult result;
     Outputs outputs;
     Context context;
   };
   const Problem& problem = on_device.host->problem;
-  auto state = std::make_shared<State>(make_plan(problem, device, options), problem);
+  auto state = std::make_shared<State>(kvonce_plan(name, problem, settings), problem);
+  if (has_lens(name)) {
+    const std::vector<std::int32_t> kv_lens(static_cast<std::size_t>(problem.num_seqs),
+                                            static_cast<std::int32_t>(problem.max_kv_len));
+    state->kv_lens.allocate(kv_lens.size() * sizeof(std::int32_t));
+    copy_to_device(state->kv_lens.data(), kv_lens.data(), state->kv_lens.bytes());
+  }
   state->outputs.out = state->result.data();
   state->outputs.out_token_stride = problem.dim_v();
   state->outputs.out_head_stride = problem.q_len * problem.dim_v();
@@ -95,11 +118,16 @@ CudaArm kvonce_arm(const CudaCase& on_device, const Device& device, const PlanOp
   CudaArm arm;
   arm.label.kernel = std::string(state->plan.kernel_id());
   arm.label.read_factor = state->plan.read_factor();
+  if (has_lens(name)) arm.planned_kv_len = state->plan.problem().max_kv_len;
+  arm.out = state->result.data();
+  arm.out_bytes = state->result.bytes();
   arm.enqueue = [state, &on_device](std::int64_t set) {
-    attend(state->plan, on_device.inputs(set), state->outputs, state->workspace.data(), state->workspace.bytes(),
-           state->context);
+    Inputs inputs = on_device.inputs(set);
+    inputs.kv_lens = reinterpret_cast<const std::int32_t*>(state->kv_lens.data());
+    attend(state->plan, inputs, state->outputs, state->workspace.data(), state->workspace.bytes(), state->context);
   };
   arm.check = attention_check(on_device, state->result, stream, arm.enqueue);
+  arm.judge_out = [state, &on_device] { return judge_result(on_device, state->result); };
   return arm;
 }
 
@@ -266,13 +294,13 @@ Inputs CudaCase::inputs(std::int64_t set) const {
   return inputs;
 }
 
-void require_servable(std::string_view name, const Problem& problem, const Device& device, const PlanOptions& options) {
+void require_servable(std::string_view name, const Problem& problem, const BenchSettings& settings) {
   if (name == "per_head") (void)bench::cuda::PerHead(problem);
   if (name == "qmv" && bench::cuda::qmv_rows(lay_out_case(problem, 0).kv_bytes()) == 0) {
     throw Error(ErrorCode::Unsupported, "arm qmv: needs at least 16 bytes of K and V; leave it out with --arms kvonce");
   }
-  if (name != "kvonce" && name != "floor") return;
-  (void)make_plan(problem, device, options);
+  if (!is_kvonce(name) && name != "floor") return;
+  (void)kvonce_plan(name, problem, settings);
   constexpr std::int64_t kMaxGridY = 65535;
   if (name == "floor" && problem.num_seqs * problem.num_kv_heads > kMaxGridY) {
     throw Error(ErrorCode::Unsupported,
@@ -280,10 +308,11 @@ void require_servable(std::string_view name, const Problem& problem, const Devic
   }
 }
 
-std::vector<CudaArm> make_cuda_arms(std::string_view name, const CudaCase& on_device, const Device& device,
-                                    const PlanOptions& options, const CudaStream& stream) {
+std::vector<CudaArm> make_cuda_arms(std::string_view name, const CudaCase& on_device, const BenchSettings& settings,
+                                    const CudaStream& stream) {
+  const Device& device = settings.device;
   std::vector<CudaArm> arms;
-  if (name == "kvonce") arms.push_back(kvonce_arm(on_device, device, options, stream));
+  if (is_kvonce(name)) arms.push_back(kvonce_arm(name, on_device, settings, stream));
   if (name == "per_head") arms.push_back(per_head_arm(on_device, stream));
   if (name == "qmv") arms.push_back(qmv_arm(on_device, device, stream));
   if (name == "read") {
@@ -292,7 +321,7 @@ std::vector<CudaArm> make_cuda_arms(std::string_view name, const CudaCase& on_de
     }
   }
   if (name == "floor") {
-    bench::cuda::FloorShape shape = floor_shape(*on_device.host, make_plan(on_device.host->problem, device, options));
+    bench::cuda::FloorShape shape = floor_shape(*on_device.host, kvonce_plan(name, on_device.host->problem, settings));
     for (const int threads : {256, 512}) {
       shape.threads = threads;
       arms.push_back(floor_arm(shape, on_device, stream));

@@ -11,6 +11,7 @@
 #include "kvonce/bench_cuda_device.hpp"
 #include "kvonce/bench_data.hpp"
 #include "kvonce/bench_rows.hpp"
+#include "kvonce/bench_run.hpp"
 #include "kvonce/kvonce.hpp"
 
 namespace kvonce::tool {
@@ -35,13 +36,19 @@ struct CudaArm {
   ArmLabel label;
   std::function<void(std::int64_t set)> enqueue;  // on the stream; may be captured
   std::function<CudaFinding()> check;             // runs on set 0, waits and compares
+  std::optional<std::int64_t> planned_kv_len;     // of the arms with the lengths in device memory
+
+  // Of the arms of kvonce: where the result is, and what of it the oracle says.
+  char* out = nullptr;
+  std::size_t out_bytes = 0;
+  std::function<CudaFinding()> judge_out;
 };
 
 /// Throws Error{Unsupported, ...} when the arm cannot serve the problem. Touches no device.
-void require_servable(std::string_view name, const Problem& problem, const Device& device, const PlanOptions& options);
+void require_servable(std::string_view name, const Problem& problem, const BenchSettings& settings);
 
 /// The forms of an arm of which the fastest is reported: one for most. `on_device` and `stream` outlive them.
-std::vector<CudaArm> make_cuda_arms(std::string_view name, const CudaCase& on_device, const Device& device,
-                                    const PlanOptions& options, const CudaStream& stream);
+std::vector<CudaArm> make_cuda_arms(std::string_view name, const CudaCase& on_device, const BenchSettings& settings,
+                                    const CudaStream& stream);
 
 }  // namespace kvonce::tool

@@ -34,6 +34,16 @@ BenchRow make_row(const CaseSpec& spec, const CaseData& data, Backend backend, c
   return row;
 }
 
+BenchRow make_chain_row(const CaseSpec& spec, const CaseData& data, const ArmLabel& arm, std::string_view neighbours,
+                        const ChainTimes& times) {
+  std::vector<double> added;
+  for (std::size_t i = 0; i < times.chain.size(); ++i) added.push_back(times.chain[i] - times.neighbours[i]);
+  BenchRow row = make_row(spec, data, Backend::cuda, arm, added);
+  row.chain =
+      ChainFigures{std::string(neighbours), median(times.chain), median(times.neighbours), median(times.isolated)};
+  return row;
+}
+
 void finish_rows(BenchReport& report, std::size_t first, double arithmetic_us, const std::string& read_loop) {
   std::optional<double> read_us;
   for (std::size_t i = first; i < report.rows.size(); ++i) {

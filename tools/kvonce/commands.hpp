@@ -19,6 +19,8 @@ struct BenchOptions {
   std::vector<std::string> case_texts;
   std::vector<std::string> arms;
   std::int64_t rounds = 0;
+  bool chain = false;               // CUDA
+  std::int64_t planned_kv_len = 0;  // CUDA; 0: not asked for
   std::optional<Format> format;
   std::string out_path;
   std::string svg_path;

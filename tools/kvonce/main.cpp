@@ -81,22 +81,34 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->footer(
       "Examples:\n  kvonce bench\n  kvonce bench --dtype bf16 --svg bench.svg --out bench.json\n"
       "  kvonce bench --case \"32q/4kv d128 kv=32768 q=1 seqs=1\" --arms kvonce,read --rounds 31\n"
-      "  kvonce bench --backend cuda\n\n"
+      "  kvonce bench --backend cuda\n  kvonce bench --backend cuda --chain\n\n"
       "Without --case and --cases: four geometries at 2K, 8K and 32K tokens. The arms are kvonce, per_head (one "
       "worker\n"
       "per query head), read (pure streaming, the ceiling) and qmv (dense f16 matrix-vector product over as many "
       "bytes).\n"
       "With --backend cuda: five geometries at 2K to 128K tokens, and a fifth arm, floor (streams the same bytes and\n"
-      "joins partials like kvonce, without arithmetic).");
+      "joins partials like kvonce, without arithmetic). --chain: what attention adds between a kernel that writes q "
+      "and\n"
+      "the newest K and V and one that reads the result; its arms are kvonce and kvonce_early (earlier_kv_ready).");
   command->add_option("--dtype", options->dtype,
                       "How K and V are stored when a case has no dtype= (default f16; bf16 with --backend cuda)");
   add_case_options(*command, options->cases_path, options->case_texts);
-  command->add_option("--arms", options->arms, "Some of kvonce,per_head,read,qmv,floor (default: all)")->delimiter(',');
+  command
+      ->add_option("--arms", options->arms,
+                   "Some of kvonce,per_head,read,qmv,floor; with --chain of kvonce,kvonce_early (default: all)")
+      ->delimiter(',');
   constexpr std::int64_t kMostRounds = 1000000;
   command
       ->add_option("--rounds", options->rounds,
                    "Timed rounds per case (default: what fits two seconds; half a second on CUDA)")
       ->check(CLI::Range(std::int64_t{1}, kMostRounds).description(""));
+  command->add_flag("--chain", options->chain, "CUDA: marginal cost in a chain of kernels instead of isolated calls");
+  constexpr std::int64_t kMostTokens = 2147483647;
+  command
+      ->add_option("--planned-kv-len", options->planned_kv_len,
+                   "CUDA: adds arms with the lengths in device memory, planned for each case (kvonce_lens) and for so "
+                   "many tokens (kvonce_planned)")
+      ->check(CLI::Range(std::int64_t{1}, kMostTokens).description(""));
   command->add_option("--out", options->out_path, "FILE for the results as JSON, schema kvonce.bench/1");
   command->add_option("--svg", options->svg_path, "FILE for a bar chart per geometry");
   add_format_option(*command, options->format);

@@ -54,7 +54,7 @@ nlohmann::ordered_json device_json(const BenchDevice& device) {
 }
 
 nlohmann::ordered_json row_json(const BenchRow& row) {
-  return {
+  nlohmann::ordered_json json = {
       {"case", row.case_text},
       {"num_q_heads", row.num_q_heads},
       {"num_kv_heads", row.num_kv_heads},
@@ -66,7 +66,7 @@ nlohmann::ordered_json row_json(const BenchRow& row) {
       {"kv_dtype", row.kv_dtype},
       {"backend", row.backend},
       {"q_dtype", row.q_dtype},
-      {"mode", "isolated"},
+      {"mode", row.chain ? "chain" : "isolated"},
       {"arm", row.arm},
       {"kernel", row.kernel},
       {"read_factor", row.read_factor},
@@ -79,7 +79,18 @@ nlohmann::ordered_json row_json(const BenchRow& row) {
       {"ratio_to_roof", or_null(row.ratio_to_roof)},
       {"rel_rms_error", or_null(row.rel_rms_error)},
   };
+  if (row.planned_kv_len) json["planned_kv_len"] = *row.planned_kv_len;
+  if (row.chain) {
+    json["neighbours"] = row.chain->neighbours;
+    json["chain_us_median"] = row.chain->chain_us;
+    json["neighbours_us_median"] = row.chain->neighbours_us;
+    json["isolated_us_median"] = row.chain->isolated_us;
+    json["ratio_to_isolated"] = row.us_median / row.chain->isolated_us;
+  }
+  return json;
 }
+
+bool is_chain(const BenchReport& report) { return !report.rows.empty() && report.rows.front().chain.has_value(); }
 
 std::string optional_text(const std::optional<double>& value, const char* format) {
   return value ? fmt::format(fmt::runtime(format), *value) : std::string("-");
@@ -109,16 +120,40 @@ Table short_table(const BenchReport& report) {
   return table;
 }
 
-// Every JSON key of a row is a column.
+// One line per case; each arm with each form of its neighbours is a column: what it adds, and that over its isolated time.
+Table chain_table(const BenchReport& report) {
+  const auto column_of = [](const BenchRow& row) { return row.arm + " " + row.chain->neighbours; };
+  Table table;
+  table.columns = {"case", "KV MB", "isolated us"};
+  for (const BenchRow& row : report.rows) {
+    if (column_of(row) == column_of(report.rows.front())) {
+      table.rows.push_back({row.case_text + " " + row.kv_dtype,
+                            fmt::format("{:.1f}", static_cast<double>(row.kv_bytes) * 1e-6),
+                            microseconds(row.chain->isolated_us)});
+    }
+    if (table.rows.size() == 1) table.columns.push_back(column_of(row));
+    table.rows.back().push_back(
+        fmt::format("{} ({:.2f}x)", microseconds(row.us_median), row.us_median / row.chain->isolated_us));
+  }
+  return table;
+}
+
+// Every JSON key that a row has is a column.
 Table full_table(const BenchReport& report) {
   Table table;
+  std::vector<nlohmann::ordered_json> rows;
   for (const BenchRow& row : report.rows) {
-    const nlohmann::ordered_json json = row_json(row);
-    std::vector<nlohmann::json>& cells = table.rows.emplace_back();
-    if (table.rows.size() == 1) {
-      for (const auto& item : json.items()) table.columns.push_back(item.key());
+    for (const auto& item : rows.emplace_back(row_json(row)).items()) {
+      if (std::find(table.columns.begin(), table.columns.end(), item.key()) == table.columns.end()) {
+        table.columns.push_back(item.key());
+      }
     }
-    for (const auto& item : json.items()) cells.push_back(nlohmann::json(item.value()));
+  }
+  for (const nlohmann::ordered_json& row : rows) {
+    std::vector<nlohmann::json>& cells = table.rows.emplace_back();
+    for (const std::string& column : table.columns) {
+      cells.push_back(row.contains(column) ? nlohmann::json(row[column]) : nlohmann::json());
+    }
   }
   return table;
 }
@@ -137,7 +172,7 @@ nlohmann::ordered_json to_json(const BenchReport& report) {
 std::string render(const BenchReport& report, Format format) {
   switch (format) {
     case Format::md:
-      return render(short_table(report), Format::md);
+      return render(is_chain(report) ? chain_table(report) : short_table(report), Format::md);
     case Format::csv:
       return render(full_table(report), Format::csv);
     case Format::json:
@@ -147,6 +182,7 @@ std::string render(const BenchReport& report, Format format) {
 }
 
 std::string render_compact(const BenchReport& report) {
+  if (is_chain(report)) return device_line(report.device) + render(report, Format::md);
   // Calls on a GPU are so short that what is added to the reading counts more than the rate.
   const bool is_cuda = report.device.backend == Backend::cuda;
   std::string text = device_line(report.device);
@@ -157,6 +193,7 @@ std::string render_compact(const BenchReport& report) {
     width = std::max(width, row.case_text.size() + row.kv_dtype.size() + 1);
   }
   text += fmt::format("{:<{}}", is_cuda ? "us" : "GB/s", width);
+  const auto cell_width = [](const std::string& arm) { return std::max<std::size_t>(8, arm.size()); };
   for (const std::string& arm : arms) text += fmt::format(" {:>8}", arm);
   text += is_cuda ? "   of read  speed-up      error\n" : "   of roof  speed-up      error\n";
   for (std::size_t begin = 0; begin < report.rows.size();) {
@@ -166,7 +203,7 @@ std::string render_compact(const BenchReport& report) {
     text += fmt::format("{:<{}}", first.case_text + " " + first.kv_dtype, width);
     for (const std::string& arm : arms) {
       const BenchRow& row = report.rows[begin];
-      text += is_cuda ? fmt::format(" {:>8.2f}", row.us_median) : fmt::format(" {:>8.1f}", row.gbps);
+      text += is_cuda ? fmt::format(" {:>{}.2f}", row.us_median, cell_width(arm)) : fmt::format(" {:>8.1f}", row.gbps);
       if (arm == "kvonce") kvonce = &row;
       if (arm == "per_head") per_head = &row;
       ++begin;

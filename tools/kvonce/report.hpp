@@ -41,6 +41,14 @@ struct BenchDevice {
   std::string runtime_cuda;  // the runtime's
 };
 
+/// Attention between two neighbours. Medians per call.
+struct ChainFigures {
+  std::string neighbours;      // plain, late or early
+  double chain_us = 0.0;       // producer, attention, consumer
+  double neighbours_us = 0.0;  // producer, consumer
+  double isolated_us = 0.0;    // attention alone, call after call, without earlier_kv_ready
+};
+
 /// One arm of one case.
 struct BenchRow {
   std::string case_text;
@@ -64,7 +72,9 @@ struct BenchRow {
   std::optional<double> ratio_to_read;  // these three are absent without the read arm
   std::optional<double> roof_us;
   std::optional<double> ratio_to_roof;
-  std::optional<double> rel_rms_error;  // absent for read and floor
+  std::optional<double> rel_rms_error;         // absent for read and floor
+  std::optional<std::int64_t> planned_kv_len;  // of the arms with the lengths in device memory
+  std::optional<ChainFigures> chain;  // then us_* are chain - neighbours of every round: mode "chain", else "isolated"
 };
 
 struct BenchReport {
@@ -75,10 +85,11 @@ struct BenchReport {
 
 nlohmann::ordered_json to_json(const BenchReport& report);
 
-/// The table of all rows.
+/// The table of all rows. A chain in Markdown: a line per case, a column per arm and form of the neighbours.
 std::string render(const BenchReport& report, Format format);
 
-/// One line per case: GB/s of every arm, on CUDA its microseconds, and the speed-up of kvonce over per_head.
+/// One line per case: GB/s of every arm, on CUDA its microseconds, and the speed-up of kvonce over per_head. A chain: the
+/// table of render().
 std::string render_compact(const BenchReport& report);
 
 /// A bar chart per geometry: GB/s of each arm over the cache lengths, the read arm as a line. Self-contained.
