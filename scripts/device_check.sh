@@ -75,7 +75,7 @@ case $part in
     if [[ -s $out/cuda-bf16.json ]]; then read_arm=(--read "$out/cuda-bf16.json"); fi
     run peers-bf16.txt 210 "${peers[@]}" --seconds 180 "${read_arm[@]}" --out "$out/peers-bf16.json"
     run peers-chain-bf16.txt 170 "${peers[@]}" --seconds 145 --chain --lens 2048,8192,32768 --out "$out/peers-chain-bf16.json"
-    for file in peers-bf16 peers-chain-bf16; do tail -n 1 "$out/$file.txt"; done
+    grep -h "peer leads" "$out/peers-bf16.txt" "$out/peers-chain-bf16.txt" || true
     ;;
 esac
 exit "$status"
