@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Markdown tables from `kvonce bench --out FILE` results.
 
-usage: bench/table.py [--arms | --times | --chain | --peers] FILE...
+usage: bench/table.py [--arms | --times | --chain | --peers | --cuda-peers] FILE...
 
 Default: one row per case, one column per file, kvonce's ratio_to_roof (and its GB/s).
 --arms:  one row per case of one file, GB/s of every arm and kvonce's speed-up over per_head.
@@ -10,6 +10,9 @@ Default: one row per case, one column per file, kvonce's ratio_to_roof (and its 
          arm and form of the neighbours, the microseconds that attention adds and that over its isolated time.
 --peers: for results of bench/peers: one row per case of each file, GB/s of read and kvonce, then for each peer its GB/s
          and how many times as fast kvonce is; bold where that is short of the goal.
+--cuda-peers: for results of bench/peers/cuda_peers.py: one row per case of each file, microseconds of every arm and the best
+         peer's time over kvonce's; of a chain the microseconds that an arm adds to it, with the neighbours that suit it best.
+         Bold: a peer leads, or kvonce_early is short of its goal.
 """
 import argparse
 import json
@@ -137,12 +140,96 @@ def print_peers(path):
     print(f"\n{len(short)} of {sum(len(arms) - 2 for arms in cases.values())} comparisons short of the goal.\n")
 
 
+KVONCE_ARMS = ("kvonce", "kvonce_early")
+CHAIN_GOALS = ((4, 9, 60), (9, 18, 45), (18, 36, 35), (36, 70, 25))  # MB from, MB below, percent under the best peer
+
+
+def print_cuda_peers(path):
+    result = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    cases, peers = {}, []
+    for row in result["rows"]:
+        cases.setdefault(row["case"], []).append(row)
+        if row["arm"] not in (*KVONCE_ARMS, "read", *peers):
+            peers.append(row["arm"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    print(f"{describe(result['device'])}; {versions}; us\n")
+    in_chain = any(row["mode"] == "chain" for row in result["rows"])
+    verdict = (print_chain if in_chain else print_isolated)(cases, peers)
+    print()
+    failures = {}
+    for failure in result["failed"]:
+        kind = failure["message"].split(":")[0]
+        failures.setdefault((failure["arm"], failure["kernel"], kind), []).append(failure)
+    for (arm, kernel, _), same in failures.items():
+        where = same[0]["case"] or "set-up"
+        print(f"failed: {arm} {kernel}".rstrip() + f": {same[0]['message']} ({where}; {len(same)} in all)")
+    print(verdict)
+
+
+def case_cells(row):
+    return ["{num_q_heads}q/{num_kv_heads}kv d{head_dim_qk}".format(**row), str(row["kv_len"])]
+
+
+def us_cell(us):
+    return "-" if us is None else f"{us:.2f}"
+
+
+def print_isolated(cases, peers):
+    print_row(["geometry", "kv_len", "read", "kvonce"] + peers + ["best peer", "best peer / kvonce"])
+    print("|---|---" + "|---:" * (2 + len(peers)) + "|---|---:|")
+    leads = compared = 0
+    for rows in cases.values():
+        us = {row["arm"]: row["us_median"] for row in rows}
+        best = min((peer for peer in peers if peer in us), key=us.get, default=None)
+        ratio = us[best] / us["kvonce"] if best and "kvonce" in us else None
+        compared += ratio is not None
+        leads += ratio is not None and ratio < 1
+        text = us_cell(ratio) + ("x" if ratio else "")
+        print_row(case_cells(rows[0]) + [us_cell(us.get(arm)) for arm in ["read", "kvonce"] + peers] +
+                  [best or "-", f"**{text}**" if ratio and ratio < 1 else text])
+    return f"peer leads on {leads} of {compared} rows"
+
+
+def print_chain(cases, peers):
+    """kvonce_early's column is its time between neighbours that trigger early, every other arm's the least of all neighbours."""
+    print_row(["geometry", "kv_len", "KV MB", "kvonce isolated", "kvonce", "kvonce_early"] + peers +
+              ["best peer", "kvonce_early under it", "goal", "kvonce_early, not early / isolated"])
+    print("|---|---" + "|---:" * (4 + len(peers)) + "|---|---:|---:|---:|")
+    leads = compared = short = with_goal = 0
+    for rows in cases.values():
+        added = {(row["arm"], row["neighbours"]): row["us_median"] for row in rows if row["mode"] == "chain"}
+        least = {}
+        for (arm, _), us in added.items():
+            least[arm] = min(us, least.get(arm, us))
+        last = rows[-1]
+        best = min((peer for peer in peers if peer in least), key=least.get, default=None)
+        ours = [least[arm] for arm in KVONCE_ARMS if arm in least]
+        early = added.get(("kvonce_early", "early"))
+        under = 100 * (1 - early / least[best]) if best and early is not None else None
+        megabytes = last["kv_bytes"] * 1e-6
+        goal = next((percent for low, high, percent in CHAIN_GOALS if low <= megabytes < high), None)
+        compared += bool(best and ours)
+        leads += bool(best and ours) and least[best] < min(ours)
+        with_goal += None not in (goal, under)
+        misses = None not in (goal, under) and under < goal
+        short += misses
+        isolated = last["isolated_us_median"]
+        late = [added[key] for key in (("kvonce_early", "plain"), ("kvonce_early", "late")) if key in added]
+        text = "-" if under is None else f"{under:.0f} %"
+        print_row(case_cells(last) + [f"{megabytes:.1f}", us_cell(isolated), us_cell(least.get("kvonce")), us_cell(early)] +
+                  [us_cell(least.get(peer)) for peer in peers] +
+                  [best or "-", f"**{text}**" if misses else text, f"{goal} %" if goal else "-",
+                   us_cell(max(late) / isolated if late and isolated else None)])
+    return f"kvonce_early short of its goal on {short} of {with_goal} rows; peer leads on {leads} of {compared} rows"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", action="store_true", help="GB/s of every arm of one result")
     parser.add_argument("--times", action="store_true", help="microseconds of every arm, for CUDA")
     parser.add_argument("--chain", action="store_true", help="what attention adds to a chain of kernels, on CUDA")
     parser.add_argument("--peers", action="store_true", help="kvonce beside other libraries")
+    parser.add_argument("--cuda-peers", action="store_true", help="kvonce beside other libraries on a CUDA device")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args()
     if options.peers:
@@ -150,6 +237,9 @@ def main():
             print_peers(path)
     elif options.chain:
         print_chain(options.files)
+    elif options.cuda_peers:
+        for path in options.files:
+            print_cuda_peers(path)
     elif options.times:
         for path in options.files:
             print_times(path)

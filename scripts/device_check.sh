@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What only a machine with a CUDA device can show; each part runs in under 8 minutes and leaves up to 8 files in the folder given.
 # usage: device_check.sh check|sanitize|bench|chain|peers [OUT]
-# OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*); else
-# build/release is built first, which needs nvcc 12.8 or newer.
+# OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*; peers:
+# src/libkvonce.so, bench/libkvonce_neighbours.so); else build/release is built first, which needs nvcc 12.8 or newer.
+# peers needs a python3 with torch. KVONCE_PEERS_SITE=DIR is a folder of Python packages with FlashInfer and FlashAttention-3.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 part=${1:-}
@@ -66,9 +67,21 @@ case $part in
       --arms kvonce,kvonce_lens,kvonce_planned --out "$out/planned-bf16.json"
     ;;
   peers)
-    # One after the other on the same device: the kvonce figures to compare with are those of this call.
-    run bench-bf16.txt 150 "$kvonce" bench --backend cuda --arms kvonce,read --out "$out/cuda-bf16.json"
-    run peers-torch.txt 150 python3 "$root/bench/peers/cuda_torch.py" --out "$out/torch-bf16.json"
+    if [[ -n ${KVONCE_PEERS_SITE:-} ]]; then
+      [[ -d $KVONCE_PEERS_SITE ]] || { echo "device_check: KVONCE_PEERS_SITE: no folder $KVONCE_PEERS_SITE" >&2; exit 2; }
+      export PYTHONPATH=$KVONCE_PEERS_SITE${PYTHONPATH:+:$PYTHONPATH}
+      # FlashInfer takes the kernels that its folder holds and compiles none.
+      export FLASHINFER_DISABLE_JIT=1 FLASHINFER_CUDA_ARCH_LIST=${FLASHINFER_CUDA_ARCH_LIST:-9.0a}
+      export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-${TMPDIR:-/tmp}/kvonce-flashinfer}
+    fi
+    export PYTHONUNBUFFERED=1
+    run bench-bf16.txt 90 "$kvonce" bench --backend cuda --arms kvonce,read --out "$out/cuda-bf16.json"
+    peers=(python3 "$root/bench/peers/cuda_peers.py" --kvonce "$build/src/libkvonce.so")
+    read_arm=()
+    if [[ -s $out/cuda-bf16.json ]]; then read_arm=(--read "$out/cuda-bf16.json"); fi
+    run peers-bf16.txt 210 "${peers[@]}" --seconds 180 "${read_arm[@]}" --out "$out/peers-bf16.json"
+    run peers-chain-bf16.txt 170 "${peers[@]}" --seconds 145 --chain --lens 2048,8192,32768 --out "$out/peers-chain-bf16.json"
+    grep -h "peer leads" "$out/peers-bf16.txt" "$out/peers-chain-bf16.txt" || true
     ;;
 esac
 exit "$status"

@@ -24,6 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import numpy as np  # noqa: E402
 
+import kvonce_abi  # noqa: E402
 from arms import KvSet, Problem, f32_to_bf16, kvonce_arms, to_float  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -238,7 +239,7 @@ def parse_options():
 
 def main():
     options = parse_options()
-    library = kvonce_arms.Library(options.build)
+    library = kvonce_abi.Library(pathlib.Path(options.build) / "src" / "libkvonce.so")
     device = library.device(options.target)
     peers = load_peers(options)
     problems = [Problem(*case, options.dtype) for case in read_cases(options)]
