@@ -8,6 +8,8 @@
 // A lane is (g, t) = (lane / 4, lane % 4). It holds q rows 2t and 2t + 1 of the scores and of the output.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/merge.cuh"
 #include "cuda/params.hpp"
 #include "cuda/ptx.cuh"
@@ -245,16 +247,36 @@ struct Tile {
     }
   }
 
-  // One product: the words hold dims (a, a + 1) of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-  __device__ __forceinline__ void accumulate_pair(int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2,
-                                                  std::uint32_t v3, const std::uint32_t (&low)[kRowTiles],
-                                                  const std::uint32_t (&high)[kRowTiles]) {
-    const std::uint32_t a0 = __byte_perm(v0, v1, 0x5410);
-    const std::uint32_t a1 = __byte_perm(v0, v1, 0x7632);
-    const std::uint32_t a2 = __byte_perm(v2, v3, 0x5410);
-    const std::uint32_t a3 = __byte_perm(v2, v3, 0x7632);
+  // Calls each(out_tile, words): of V's dims (a, a + 1), tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
+  template <class Each>
+  __device__ __forceinline__ void for_values(int s, const Each& each) const {
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) mma(o[n][out_tile], a0, a1, a2, a3, low[n], high[n], T());
+    for (int part = 0; part < kPartsV; ++part) {
+      const uint4(&x)[4] = {v[s][0][part], v[s][1][part], v[s][2][part], v[s][3][part]};
+      each(4 * part + 0, x[0].x, x[1].x, x[2].x, x[3].x);
+      each(4 * part + 1, x[0].y, x[1].y, x[2].y, x[3].y);
+      each(4 * part + 2, x[0].z, x[1].z, x[2].z, x[3].z);
+      each(4 * part + 3, x[0].w, x[1].w, x[2].w, x[3].w);
+    }
+    if constexpr (kHalfV) {
+      const uint2(&x)[4] = v_half[s];
+      each(4 * kPartsV + 0, x[0].x, x[1].x, x[2].x, x[3].x);
+      each(4 * kPartsV + 1, x[0].y, x[1].y, x[2].y, x[3].y);
+    }
+    if constexpr (kQuarterV) {
+      const std::uint32_t(&x)[4] = v_quarter[s];
+      each(kOutTiles - 1, x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  // Probabilities as the operand of a product with V.
+  __device__ __forceinline__ void pack_probabilities(int s, std::uint32_t (&low)[kRowTiles],
+                                                     std::uint32_t (&high)[kRowTiles]) const {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      low[n] = transpose_8x8(pack(p[s][n][0], p[s][n][1], T()));
+      high[n] = transpose_8x8(pack(p[s][n][2], p[s][n][3], T()));
+    }
   }
 
   /// [4] Adds a step's values.
@@ -263,30 +285,67 @@ struct Tile {
     for (int s = 0; s < kTokenTiles; ++s) {
       std::uint32_t low[kRowTiles];
       std::uint32_t high[kRowTiles];
+      pack_probabilities(s, low, high);
+      for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
+        const std::uint32_t a0 = __byte_perm(v0, v1, 0x5410);
+        const std::uint32_t a1 = __byte_perm(v0, v1, 0x7632);
+        const std::uint32_t a2 = __byte_perm(v2, v3, 0x5410);
+        const std::uint32_t a3 = __byte_perm(v2, v3, 0x7632);
 #pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-        low[n] = transpose_8x8(pack(p[s][n][0], p[s][n][1], T()));
-        high[n] = transpose_8x8(pack(p[s][n][2], p[s][n][3], T()));
-      }
+        for (int n = 0; n < kRowTiles; ++n) mma(o[n][out_tile], a0, a1, a2, a3, low[n], high[n], T());
+      });
+    }
+  }
+
+  /// Whether some value of the step is NaN or Inf. The same for the whole warp.
+  __device__ __forceinline__ bool has_special_values() const {
+    constexpr std::uint32_t kExponent = std::is_same_v<T, bf16> ? 0x7f80U : 0x7c00U;
+    bool found = false;
+    const auto look = [&found](std::uint32_t word) {
+      found = found || (word & kExponent) == kExponent || (word >> 16 & kExponent) == kExponent;
+    };
 #pragma unroll
-      for (int part = 0; part < kPartsV; ++part) {
-        const uint4 a = v[s][0][part];
-        const uint4 b = v[s][1][part];
-        const uint4 c = v[s][2][part];
-        const uint4 d = v[s][3][part];
-        accumulate_pair(4 * part + 0, a.x, b.x, c.x, d.x, low, high);
-        accumulate_pair(4 * part + 1, a.y, b.y, c.y, d.y, low, high);
-        accumulate_pair(4 * part + 2, a.z, b.z, c.z, d.z, low, high);
-        accumulate_pair(4 * part + 3, a.w, b.w, c.w, d.w, low, high);
-      }
-      if constexpr (kHalfV) {
-        const uint2(&h)[4] = v_half[s];
-        accumulate_pair(4 * kPartsV + 0, h[0].x, h[1].x, h[2].x, h[3].x, low, high);
-        accumulate_pair(4 * kPartsV + 1, h[0].y, h[1].y, h[2].y, h[3].y, low, high);
-      }
-      if constexpr (kQuarterV) {
-        const std::uint32_t(&h)[4] = v_quarter[s];
-        accumulate_pair(kOutTiles - 1, h[0], h[1], h[2], h[3], low, high);
+    for (int s = 0; s < kTokenTiles; ++s) {
+      for_values(s, [&](int, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
+        look(v0), look(v1), look(v2), look(v3);
+      });
+    }
+    return __any_sync(kAllLanes, found);
+  }
+
+  /// [4] where rows see different tokens and a value is NaN or Inf: 0 times it must not reach a row that does not see its
+  /// token. One token after the other, added only where it is seen.
+  __device__ __forceinline__ void accumulate_apart(const AttendParams& params, const BlockWork& w, int token, int end) {
+#pragma unroll
+    for (int s = 0; s < kTokenTiles; ++s) {
+      std::uint32_t low[kRowTiles];
+      std::uint32_t high[kRowTiles];
+      pack_probabilities(s, low, high);
+#pragma unroll 1
+      for (int k = 0; k < 16; ++k) {
+        const std::uint32_t half = t != k % 8 / 2 ? 0U : k % 2 == 0 ? 0x0000ffffU : 0xffff0000U;
+        const std::uint32_t first = k < 8 ? half : 0U;
+        const std::uint32_t second = k < 8 ? 0U : half;
+        bool seen[kRowTiles][2];
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const RowRange range = range_of(params, w, n * 8 + 2 * t + j);
+            const int at = token + 16 * s + k;
+            seen[n][j] = at >= range.begin && at < min(range.end, end);
+          }
+        }
+        for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n) {
+            float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+            mma(sum, __byte_perm(v0, v1, 0x5410) & first, __byte_perm(v0, v1, 0x7632) & first,
+                __byte_perm(v2, v3, 0x5410) & second, __byte_perm(v2, v3, 0x7632) & second, low[n], high[n], T());
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[n][out_tile][i] += seen[n][i % 2] ? sum[i] : 0.0F;
+          }
+        });
       }
     }
   }
@@ -369,19 +428,29 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   tile.clear();
 
   const bool rows_differ = !K::kPlain && params.q_len > 1 && (params.causal || params.window > 0);
-  const auto hide = [&] {
+  const auto hide_tokens = [&] {
     if constexpr (K::kPlain) {
       if (token + kStep > end) tile.hide_tail(token, end);
     } else {
       if (rows_differ || token + kStep > end) tile.hide_tokens(params, w, token, end);
     }
   };
+  const auto accumulate_values = [&] {
+    if constexpr (!K::kPlain) {
+      // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
+      if (rows_differ && (token + kStep > w.kv_len - params.q_len || params.window > 0) && tile.has_special_values()) {
+        tile.accumulate_apart(params, w, token, end);
+        return;
+      }
+    }
+    tile.accumulate_values();
+  };
   if constexpr (kOneStep) {
     if (has_step) {
       tile.score_tokens(params.scale_log2);
-      hide();
+      hide_tokens();
       tile.template update_softmax<true>();
-      tile.accumulate_values();
+      accumulate_values();
     }
   } else {
     while (has_step) {
@@ -389,9 +458,9 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
       const bool has_next = next < end;
       tile.score_tokens(params.scale_log2);
       if (has_next) tile.load_keys(params, next, end);
-      hide();
+      hide_tokens();
       tile.template update_softmax<false>();
-      tile.accumulate_values();
+      accumulate_values();
       if (has_next) tile.load_values(params, next, end);
       token = next;
       has_step = has_next;

@@ -181,13 +181,14 @@ struct GenericTile {
     l += p;
   }
 
-  /// [4] Adds a step's values.
-  __device__ __forceinline__ void accumulate_values() {
+  /// [4] Adds a step's values. Where rows see different tokens those without weight stay away: 0 times a NaN is one.
+  __device__ __forceinline__ void accumulate_values(bool rows_differ) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float row_p = __shfl_sync(kAllLanes, p, (i * kRows + r) * kLanesPerPair);
+        if (rows_differ && row_p == 0.0F) continue;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) add_scaled(o[r][part], row_p, v[i][part]);
       }
@@ -248,6 +249,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   const Ticket ticket = take_ticket(params, w);
 
   const RowRange range = range_of(params, w, min(tile.lane_row(), w.num_rows - 1));
+  const bool rows_differ = params.q_len > 1 && (params.causal || params.window > 0);
   while (has_step) {
     const int next = token + kWarps * kStep;
     const bool has_next = next < end;
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
     if (has_next) tile.load_keys(params, next, w.end);
     tile.hide_tokens(range, token);
     tile.update_softmax();
-    tile.accumulate_values();
+    tile.accumulate_values(rows_differ);
     if (has_next) tile.load_values(params, next, w.end);
     token = next;
     has_step = has_next;

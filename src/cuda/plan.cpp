@@ -290,9 +290,10 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows, false);
 
   const KernelShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
-  data.kernel_id = prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" +
-                                                    std::to_string(p.head_dim_v) + "_r" + std::to_string(tile)
-                                              : "dany_r" + std::to_string(tile));
+  data.kernel_id =
+      prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" + std::to_string(p.head_dim_v) + "_r" +
+                                       std::to_string(tile) + (plan->mma.plain ? "_plain" : "")
+                                 : "dany_r" + std::to_string(tile));
   data.row_blocks = chosen.row_blocks;
   data.max_chunks = chosen.num_splits;
   Policy& policy = data.policy;

@@ -66,7 +66,7 @@ TEST_F(AlignmentTest, WhereOutStandsChangesNoBit) {
 TEST_F(AlignmentTest, BothKernelsShareAWorkspace) {
   for (const JoinKind& join : join_kinds()) {
     CaseSpec aligned = make_case(KvFormat::bf16, 128, 8, 2, 1500);
-    aligned.options.policy = join.policy;
+    join.apply(aligned);
     CaseSpec shifted = aligned;
     for (conformance::TensorLayout* layout : {&aligned.q, &aligned.k, &aligned.v}) layout->offset_bytes = 0;
     for (conformance::TensorLayout* layout : {&shifted.q, &shifted.k, &shifted.v}) layout->offset_bytes = 4;

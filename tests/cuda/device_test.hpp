@@ -115,10 +115,17 @@ class DeviceBytes {
   cudaError_t status_;
 };
 
-/// The ways in which a stream's blocks can split and join.
+/// The ways in which a stream's blocks can split and join, and whether the result has the inputs' type: then one query token
+/// of up to 8 heads is plain decode, with kernels of its own.
 struct JoinKind {
   const char* name;
   Policy policy;
+  bool same_type = false;
+
+  void apply(CaseSpec& spec) const {
+    spec.options.policy = policy;
+    if (same_type) spec.problem.out_dtype = spec.problem.q_dtype;
+  }
 };
 inline std::vector<JoinKind> join_kinds() {
   const auto make = [](std::int64_t cluster, std::int64_t splits, std::int64_t join_blocks, std::int64_t chunk) {
@@ -134,7 +141,13 @@ inline std::vector<JoinKind> join_kinds() {
           {"workspace", make(0, 0, 0, 0)},
           {"one block", make(0, 1, 0, 0)},
           {"13 splits, 3 joiners", make(0, 13, 3, 0)},
-          {"chunks of 16", make(-1, 0, 0, 16)}};
+          {"chunks of 16", make(-1, 0, 0, 16)},
+          {"same type, chosen", {}, true},
+          {"same type, cluster", make(1, 0, 0, 0), true},
+          {"same type, cluster of 3", make(1, 3, 0, 0), true},
+          {"same type, workspace", make(0, 0, 0, 0), true},
+          {"same type, one block", make(0, 1, 0, 0), true},
+          {"same type, 13 splits, 3 joiners", make(0, 13, 3, 0), true}};
 }
 
 /// One sequence of kv_len tokens, K, V and q of one type, float32 out: the sharpest tolerance.

@@ -50,7 +50,7 @@ TEST_F(GraphTest, ReplaysWithOtherLengths) {
     for (const std::int64_t q_len : {1, 4}) {
       for (const JoinKind& join : join_kinds()) {
         CaseSpec spec = two_sequences(format, q_len);
-        spec.options.policy = join.policy;
+        join.apply(spec);
         const Plan plan = conformance::plan_case(spec, device());
         CaseTensors tensors(spec);
         DeviceCase replayed(plan, spec, tensors);
@@ -87,7 +87,7 @@ TEST_F(GraphTest, ACacheThatGrowsTokenByToken) {
     CaseSpec spec = two_sequences(KvFormat::bf16, 1);
     spec.problem.max_kv_len = 300;
     spec.kv_lens = {300, 300};
-    spec.options.policy = join.policy;
+    join.apply(spec);
     const Plan plan = conformance::plan_case(spec, device());
     CaseTensors tensors(spec);
     DeviceCase on_device(plan, spec, tensors);

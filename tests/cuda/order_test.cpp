@@ -12,7 +12,7 @@ TEST_F(OrderTest, AProducerThatWritesLateAndAConsumer) {
   for (const JoinKind& join : join_kinds()) {
     for (const KvFormat format : {KvFormat::bf16, KvFormat::f32}) {
       CaseSpec spec = make_case(format, 128, 8, 1, 1013);
-      spec.options.policy = join.policy;
+      join.apply(spec);
       spec.options.earlier_kv_ready = true;
       spec.name += std::string(" ") + join.name;
       const Plan plan = conformance::plan_case(spec, device());
@@ -42,7 +42,7 @@ TEST_F(OrderTest, AProducerThatWritesLateAndAConsumer) {
             cudaMemcpyAsync(const_cast<void*>(piece.from), piece.to, piece.bytes, cudaMemcpyDeviceToDevice, stream));
       }
       constexpr int kRepeats = 1000;
-      const std::size_t out_bytes = 8 * 128 * 4;
+      const std::size_t out_bytes = 8 * 128 * (spec.problem.out_dtype == DType::f32 ? 4 : 2);
       const DeviceBytes consumed(kRepeats * out_bytes);
       ASSERT_CUDA(consumed.status());
       for (int repeat = 0; repeat < kRepeats; ++repeat) {

@@ -139,16 +139,85 @@ TEST(CudaPlanTest, EveryListedTensorCoreKernelIsChosen) {
 TEST(CudaPlanTest, ReadFactorIsTheNumberOfRowBlocks) {
   EXPECT_EQ(make_plan(bf16_problem(8), hopper()).read_factor(), 1);
   EXPECT_EQ(make_plan(bf16_problem(16), hopper()).read_factor(), 1);
-  EXPECT_EQ(make_plan(bf16_problem(17), hopper()).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(32), hopper()).read_factor(), 1);
+  EXPECT_EQ(make_plan(bf16_problem(33), hopper()).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(32, 4, 112), hopper()).read_factor(), 2);
   EXPECT_EQ(make_plan(bf16_problem(17), hopper(), with("row_tile=8")).read_factor(), 3);
   EXPECT_EQ(make_plan(bf16_problem(16, 4, 256), hopper()).read_factor(), 2);
 }
 
+// One query token, up to 8 query heads per KV head, nothing masked, results of the inputs' type.
+TEST(CudaPlanTest, PlainDecodeHasInstancesOfItsOwn) {
+  const auto is_plain = [](const Problem& p, const char* policy = "") {
+    const Plan plan = make_plan(p, hopper(), with(policy));
+    const bool named = plan.kernel_id().find("_plain") != std::string::npos;
+    EXPECT_EQ(named, cuda_plan(plan).mma.plain) << plan.kernel_id();
+    return named;
+  };
+  for (const std::int64_t group : {1, 4, 7, 8}) {
+    for (const std::int64_t kv_len : {0, 1, 2048, 131072}) EXPECT_TRUE(is_plain(bf16_problem(group, 4, 128, kv_len)));
+  }
+  EXPECT_TRUE(is_plain(bf16_problem(8, 4, 64)));
+  EXPECT_FALSE(is_plain(bf16_problem(9)));
+  EXPECT_FALSE(is_plain(bf16_problem(8, 4, 96)));
+  EXPECT_FALSE(is_plain(bf16_problem(), "chunk_tokens=64"));
+  Problem p = bf16_problem(4);
+  p.q_len = 2;
+  EXPECT_FALSE(is_plain(p));
+  p = bf16_problem();
+  p.window = 100;
+  EXPECT_FALSE(is_plain(p));
+  p = bf16_problem();
+  p.has_sinks = true;
+  EXPECT_FALSE(is_plain(p));
+  p = bf16_problem();
+  p.out_dtype = DType::f32;
+  EXPECT_FALSE(is_plain(p));
+}
+
+// A body without a loop, where no warp has a second step.
+TEST(CudaPlanTest, ShortSplitsTakeOneStep) {
+  const auto shape_of = [](const Problem& p, const char* policy) {
+    return cuda_plan(make_plan(p, hopper(), with(policy))).mma;
+  };
+  for (const std::int64_t dim : {64, 128}) {
+    for (const std::int64_t kv_len : {1, 100, 1000, 2048, 3000, 8192, 20000}) {
+      for (const char* policy : {"", "cluster=0", "cluster=0,splits=7", "cluster=1,splits=16"}) {
+        const KernelShape s = shape_of(bf16_problem(8, 4, dim, kv_len), policy);
+        const std::int64_t most = s.share_tiles + (s.share_rest > 0 ? 1 : 0);
+        EXPECT_EQ(s.one_step, most <= (dim == 64 ? 32 : 16)) << dim << " " << kv_len << " " << policy;
+        if (s.one_step) {
+          EXPECT_GE(s.warps * s.step_tiles, most);
+        }
+      }
+    }
+  }
+}
+
+// A slice of kSlice elements of four dims: how many rows it can touch.
+TEST(CudaPlanTest, SlicesTouchTheRowsTheyCan) {
+  for (std::int64_t dim_v = 8; dim_v <= 1024; dim_v += 8) {
+    Problem p = bf16_problem(7, 4, 64);
+    p.head_dim_v = dim_v;
+    const Plan plan = make_plan(p, hopper());
+    for (const KernelShape* s : {&cuda_plan(plan).mma, &cuda_plan(plan).generic}) {
+      if (!s->exists) continue;
+      const auto elements = static_cast<std::int32_t>(s->rows_per_block * dim_v / 4);
+      const auto row = static_cast<std::int32_t>(dim_v / 4);
+      for (std::int32_t slice = 0; slice < slices_of(elements); ++slice) {
+        const std::int32_t first = slice * kSlice / row;
+        const std::int32_t last = (std::min(elements, (slice + 1) * kSlice) - 1) / row;
+        EXPECT_LE(last - first + 1, s->slice_rows) << dim_v;
+      }
+    }
+  }
+}
+
 TEST(CudaPlanTest, PolicyFieldsThatCannotBeAreRefusedByName) {
   for (const char* policy :
-       {"row_tile=1", "row_tile=4", "row_tile=32", "rows_per_worker=8", "chunk_tokens=1", "chunk_tokens=100",
-        "chunk_tokens=2147483632", "step_tokens=8", "prefetch_tokens=0", "prefetch_lines=1", "pair_dot=0",
-        "worker_bytes=1000", "splits=65536", "join_blocks=1025"}) {
+       {"row_tile=1", "row_tile=4", "row_tile=24", "row_tile=64", "rows_per_worker=8", "chunk_tokens=1",
+        "chunk_tokens=100", "chunk_tokens=2147483632", "step_tokens=8", "prefetch_tokens=0", "prefetch_lines=1",
+        "pair_dot=0", "worker_bytes=1000", "splits=65536", "join_blocks=1025"}) {
     const std::string message = refusal(bf16_problem(), ErrorCode::InvalidArgument, with(policy));
     const std::string field = std::string(policy).substr(0, std::string(policy).find('='));
     EXPECT_EQ(message.rfind("policy." + field + ":", 0), 0U) << message;
@@ -216,7 +285,7 @@ TEST(CudaPlanTest, ChosenSplitsFillTheDeviceAndNoMore) {
     Device device = hopper();
     device.num_sms = static_cast<int>(random.pick(std::vector<std::int64_t>{1, 16, 108, 132, 148}));
     const Plan plan = make_plan(p, device);
-    for (const LaunchShape* shape : {&cuda_plan(plan).mma, &cuda_plan(plan).generic}) {
+    for (const KernelShape* shape : {&cuda_plan(plan).mma, &cuda_plan(plan).generic}) {
       if (!shape->exists) continue;
       const std::int64_t streams = p.num_seqs * p.num_kv_heads * shape->row_blocks;
       const std::int64_t tiles = shared::ceil_div(p.max_kv_len, 16);
@@ -256,13 +325,14 @@ TEST(CudaPlanTest, WorkspacePartsAreAlignedAndDoNotOverlap) {
     std::size_t tickets = 0;
     std::size_t ml = 0;
     std::size_t o = 0;
-    for (const LaunchShape* s : {&parts.mma, &parts.generic}) {
+    for (const KernelShape* s : {&parts.mma, &parts.generic}) {
       if (!s->exists || s->join == kJoinCluster || s->num_splits == 1) continue;
       const auto streams = static_cast<std::size_t>(p.num_seqs * p.num_kv_heads * s->row_blocks);
       const auto splits = static_cast<std::size_t>(s->num_splits);
-      const auto rows = static_cast<std::size_t>(s->rows_per_block);
+      const auto rows = static_cast<std::size_t>(s->place_rows);
+      const auto slices = static_cast<std::size_t>(slices_of(static_cast<int>(s->place_rows * p.dim_v() / 4)));
       tickets = std::max(tickets, 4 * streams);
-      ml = std::max(ml, 8 * streams * splits * rows);
+      ml = std::max(ml, 8 * streams * slices * splits * static_cast<std::size_t>(s->slice_rows));
       o = std::max(o, 4 * streams * splits * rows * static_cast<std::size_t>(p.dim_v()));
     }
     ASSERT_GE(parts.tickets, 8U) << "the header stands before";

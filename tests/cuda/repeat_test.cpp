@@ -17,7 +17,7 @@ class RepeatTest : public DeviceTest {
       CaseSpec spec = make_case(KvFormat::bf16, 128, 8, 4, 8000);
       spec.problem.num_seqs = 2;
       spec.kv_lens = {8000, 777};
-      spec.options.policy = join.policy;
+      join.apply(spec);
       spec.name += std::string(" ") + join.name;
       specs.push_back(spec);
     }

@@ -12,7 +12,7 @@ TEST_F(ShapesTest, EveryLengthUpTo130) {
       for (std::int32_t kv_len = 1; kv_len <= 130; ++kv_len) {
         CaseSpec spec = make_case(KvFormat::bf16, dim, 8, 2, kv_len);
         spec.problem.max_kv_len = 130;
-        spec.options.policy = join.policy;
+        join.apply(spec);
         expect_oracle(spec);
       }
     }
@@ -26,7 +26,7 @@ TEST_F(ShapesTest, LengthsAroundEverySplit) {
       for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
         CaseSpec spec = make_case(format, format == KvFormat::f16 ? 64 : 128, 4, 2, kv_len);
         spec.problem.max_kv_len = 4100;
-        spec.options.policy = join.policy;
+        join.apply(spec);
         expect_oracle(spec);
       }
     }
@@ -40,7 +40,7 @@ TEST_F(ShapesTest, BatchWithEmptySequences) {
         CaseSpec spec = make_case(format, 128, 5, 2, 2000, q_len);
         spec.problem.num_seqs = 6;
         spec.kv_lens = {0, 1, 130, 0, 2000, 77};
-        spec.options.policy = join.policy;
+        join.apply(spec);
         expect_oracle(spec);
       }
     }
@@ -53,7 +53,7 @@ TEST_F(ShapesTest, EveryGroup) {
       for (std::int64_t kv_heads = 1; kv_heads <= 3; ++kv_heads) {
         for (const KvFormat format : {KvFormat::bf16, KvFormat::f16, KvFormat::f32}) {
           CaseSpec spec = make_case(format, format == KvFormat::bf16 ? 128 : 64, group, kv_heads, 500);
-          spec.options.policy = join.policy;
+          join.apply(spec);
           expect_oracle(spec);
         }
       }
@@ -69,7 +69,7 @@ TEST_F(ShapesTest, EveryQLen) {
           for (const bool causal : {true, false}) {
             CaseSpec spec = make_case(KvFormat::bf16, 128, group, 2, kv_len, q_len);
             spec.problem.causal = causal;
-            spec.options.policy = join.policy;
+            join.apply(spec);
             spec.name += causal ? " causal" : "";
             expect_oracle(spec);
           }
@@ -105,7 +105,7 @@ TEST_F(ShapesTest, EveryTensorCoreInstance) {
           for (const JoinKind& join : join_kinds()) {
             CaseSpec spec = make_case(format, dims.qk, rows, 2, 150);
             spec.problem.head_dim_v = dims.v;
-            spec.options.policy = join.policy;
+            join.apply(spec);
             spec.options.policy.row_tile = row_tile;
             expect_oracle(spec);
           }
@@ -135,7 +135,7 @@ TEST_F(ShapesTest, GenericDimsAndMixedFormats) {
         spec.problem.head_dim_v = c.v;
         spec.problem.v_format = c.v_format;
         spec.problem.q_dtype = c.q;
-        spec.options.policy = join.policy;
+        join.apply(spec);
         spec.name += " v " + std::to_string(c.v) + " " + std::string(to_string(c.v_format));
         expect_oracle(spec);
       }
@@ -149,7 +149,7 @@ TEST_F(ShapesTest, ValuesThatAreAPrefixOfTheKeys) {
       CaseSpec spec = make_case(KvFormat::bf16, dim, 8, 1, 700);
       spec.problem.head_dim_v = dim == 576 ? 512 : 128;
       spec.problem.v_is_k_prefix = true;
-      spec.options.policy = join.policy;
+      join.apply(spec);
       expect_oracle(spec);
     }
   }
@@ -163,7 +163,7 @@ TEST_F(ShapesTest, SinksCountOnceHoweverTheTokensAreSplit) {
       spec.kv_lens = {1000, 0, 65};
       spec.problem.has_sinks = true;
       spec.sinks = {-1e30F, 0.0F, 3.0F, 60.0F, -60.0F, 1.0F};
-      spec.options.policy = join.policy;
+      join.apply(spec);
       expect_oracle(spec);
     }
   }
@@ -180,7 +180,7 @@ TEST_F(ShapesTest, WindowsAndLeftPadding) {
           spec.kv_starts = {55, 33};
           spec.problem.window = window;
           spec.problem.causal = causal;
-          spec.options.policy = join.policy;
+          join.apply(spec);
           spec.name += " window " + std::to_string(window) + (causal ? " causal" : "");
           expect_oracle(spec);
         }

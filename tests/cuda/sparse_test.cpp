@@ -195,7 +195,7 @@ TEST_F(SparseTest, AContextOfMillionsOfTokens) {
     spec.problem.max_kv_len = kTokens;
     spec.kv_lens.clear();
     for (const JoinKind& join : {join_kinds()[0], join_kinds()[4]}) {
-      spec.options.policy = join.policy;
+      join.apply(spec);
       const Plan plan = conformance::plan_case(spec, device());
       DeviceCase on_device(plan, spec, tensors);
       ASSERT_CUDA(cudaDeviceSynchronize());

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "device_test.hpp"
+#include "shared/token_range.h"
 
 namespace kvonce::cuda_test {
 namespace {
@@ -51,7 +52,7 @@ class SpecialValuesTest : public DeviceTest {
     for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
       for (const JoinKind& join : join_kinds()) {
         CaseSpec spec = make_case(format, kDim, kGroup, 2, kLen);
-        spec.options.policy = join.policy;
+        join.apply(spec);
         spec.name += std::string(" ") + join.name;
         const Plan plan = conformance::plan_case(spec, device());
         CaseTensors tensors(spec);
@@ -168,6 +169,62 @@ TEST_F(SpecialValuesTest, OneValueOfQSpoilsItsRowAlone) {
           exchange(on_device, on_device.inputs().q, spec.problem.k_format, kHead, 0, 60, bits);
         }
       });
+}
+
+// 0 times a NaN is one: a row that causality or a window keeps from a token must not get it by that way.
+TEST_F(SpecialValuesTest, AValueOfVStaysFromTheRowsThatDoNotSeeItsToken) {
+  constexpr std::int64_t kQueries = 3;
+  for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
+    for (const std::int64_t dim : {64, 80, 128}) {
+      for (const std::int64_t group : {2, 5, 10}) {
+        for (const std::int64_t window : {0, 20}) {
+          for (const JoinKind& join : {join_kinds()[0], join_kinds()[2], join_kinds()[4]}) {
+            CaseSpec spec = make_case(format, dim, group, 2, 131, kQueries);
+            spec.problem.window = window;
+            join.apply(spec);
+            spec.name += std::string(" ") + join.name + " window " + std::to_string(window);
+            const Plan plan = conformance::plan_case(spec, device());
+            CaseTensors tensors(spec);
+            DeviceCase on_device(plan, spec, tensors);
+            on_device.prepare();
+            on_device.attend();
+            ASSERT_EQ(on_device.fetch(), "") << spec.name;
+            const std::vector<unsigned char> clean = tensors.result_bytes();
+            std::vector<double> clean_out;
+            for (std::int64_t head = 0; head < 2 * group; ++head) {
+              for (std::int64_t query = 0; query < kQueries; ++query) {
+                clean_out.push_back(tensors.out_value(0, head, query, 37));
+              }
+            }
+            for (const Bits& special : kBits) {
+              for (const std::int64_t token : {109, 110, 111, 112, 127, 128, 129, 130}) {
+                unsigned char bits[4] = {};
+                set_bits(special, format, bits);
+                exchange(on_device, on_device.inputs().v, format, 1, token, 37, bits);
+                ASSERT_NO_FATAL_FAILURE(attend_again(on_device)) << spec.name << ' ' << special.name;
+                for (std::int64_t head = 0; head < 2 * group; ++head) {
+                  for (std::int64_t query = 0; query < kQueries; ++query) {
+                    const auto range = shared::visible_range(query, kQueries, 131, 0, spec.problem.causal, window);
+                    const bool sees = head >= group && token >= range.begin && token < range.end;
+                    const double out = tensors.out_value(0, head, query, 37);
+                    const std::string where = spec.name + ' ' + special.name + " token " + std::to_string(token) +
+                                              " head " + std::to_string(head) + " query " + std::to_string(query);
+                    ASSERT_EQ(std::isfinite(out), !sees) << where;
+                    if (!sees) {
+                      ASSERT_NEAR(out, clean_out[static_cast<std::size_t>(head * kQueries + query)], 1e-5) << where;
+                    }
+                  }
+                }
+                exchange(on_device, on_device.inputs().v, format, 1, token, 37, bits);
+              }
+            }
+            attend_again(on_device);
+            ASSERT_EQ(tensors.result_bytes(), clean) << spec.name;
+          }
+        }
+      }
+    }
+  }
 }
 
 // All of K, V or q one NaN pattern: every word that the blocks exchange is a NaN.

@@ -63,7 +63,7 @@ TEST_F(WorkspaceTest, LengthsOutOfRangeAreClampedAndReported) {
     for (const KvFormat format : {KvFormat::bf16, KvFormat::f32}) {
       CaseSpec spec = joined_through_memory(format);
       spec.kv_lens = {1000, 1000};
-      spec.options.policy = join.policy;
+      join.apply(spec);
       const Plan plan = conformance::plan_case(spec, device());
       CaseTensors tensors(spec);
       DeviceCase on_device(plan, spec, tensors);
@@ -111,7 +111,7 @@ TEST_F(WorkspaceTest, ServesCallsOfAnyLengthsInTurn) {
   for (const JoinKind& join : join_kinds()) {
     CaseSpec spec = joined_through_memory(KvFormat::bf16);
     spec.kv_lens = {1000, 1000};
-    spec.options.policy = join.policy;
+    join.apply(spec);
     const Plan plan = conformance::plan_case(spec, device());
     CaseTensors tensors(spec);
     DeviceCase on_device(plan, spec, tensors);
