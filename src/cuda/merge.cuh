@@ -281,7 +281,7 @@ __device__ __forceinline__ void join_cluster(const AttendParams& p, const BlockW
     const unsigned column = e % row_elements;
     const Partial a = join_warps<K>(area, row, column * 4);
     const unsigned slice = e / kSlice;
-    const unsigned own = K::kPlain ? 0 : slice / splits;
+    const unsigned own = __umulhi(slice, p.shape.splits_magic);  // slice / splits; a cluster has two blocks or more
     const unsigned owner = slice - own * splits;
     const unsigned slot = own * splits + w.split;
     const std::uint32_t owner_barrier = cluster_address(shared_address(barrier), owner);
@@ -295,12 +295,12 @@ __device__ __forceinline__ void join_cluster(const AttendParams& p, const BlockW
   constexpr unsigned kLanes = 4;
   constexpr unsigned kAtOnce = 4;  // of up to 16 blocks
   const unsigned lane = threadIdx.x % kLanes;
-  const unsigned own_elements = K::kPlain ? kSlice : p.shape.own_slices * kSlice;
+  const unsigned own_elements = p.shape.own_slices * kSlice;
   if (threadIdx.x / kLanes >= own_elements) return;  // whole warps
   wait_for_bytes(barrier);
 #pragma unroll 1
   for (unsigned item = threadIdx.x / kLanes; item < own_elements; item += K::kThreads / kLanes) {
-    const unsigned own = K::kPlain ? 0 : item / kSlice;
+    const unsigned own = item / kSlice;
     const unsigned slice = own * splits + w.split;
     const unsigned e = slice * kSlice + item % kSlice;
     const unsigned slice_row = K::kPlain ? 0 : e / row_elements - first_row_of(slice, row_elements);

@@ -112,7 +112,7 @@ void finish_shape(KernelShape& s, const Problem& p) {
   s.own_slices = (slices_of(elements) + s.num_splits - 1) / s.num_splits;
   const auto tiles = static_cast<std::int32_t>(shared::ceil_div(p.max_kv_len, kTile));
   const bool all = s.join == kJoinCluster || tiles / s.num_splits >= kMinTiles;
-  s.share_splits = all ? s.num_splits : std::max(1, tiles / kMinTiles);
+  s.share_splits = all ? s.num_splits : std::max(1, (tiles + kMinTiles - 1) / kMinTiles);
   s.share_tiles = tiles / s.share_splits;
   s.share_rest = tiles % s.share_splits;
 }
@@ -153,6 +153,7 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
       s.join = kJoinCluster;
       s.num_splits =
           static_cast<std::int32_t>(policy.splits > 0 ? std::min<std::int64_t>(policy.splits, most) : cluster);
+      if (s.num_splits == 1) s.join = kJoinWorkspace;  // nothing to join
     } else {
       s.num_splits =
           static_cast<std::int32_t>(policy.splits > 0 ? policy.splits : choose_splits(streams, sms, max_tiles));
@@ -173,14 +174,14 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
 void choose_plain(KernelShape& s, const Problem& p, std::int64_t rows) {
   if (p.q_len != 1 || p.window != 0 || p.has_sinks || s.split_tokens != 0 || rows > kPlainRows ||
       static_cast<int>(p.out_dtype) != static_cast<int>(p.k_format) ||
-      !has_plain(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v)) ||
-      (s.join == kJoinCluster && s.own_slices > 1)) {
+      !has_plain(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v))) {
     return;
   }
   s.plain = true;
   s.place_rows = kPlainRows;
   s.step_tiles = step_tiles(static_cast<int>(p.head_dim_qk));
-  // A body without a loop where every warp has one step at most.
+  // A body without a loop where every warp has one step at most, at this length and at shorter ones: kMinTiles fit always.
+  static_assert(kMinTiles <= 4 * 2);
   const std::int32_t tiles = s.share_tiles + (s.share_rest > 0 ? 1 : 0);
   const auto one_step = [&](int warps, int step) {
     if (s.one_step || tiles > warps * step) return;

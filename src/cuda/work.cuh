@@ -64,7 +64,7 @@ __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) 
   w.num_splits = p.shape.num_splits;
   int share = divide(tiles, p.shape.num_splits, p.shape.splits_magic);
   if (share < kMinTiles && kJoin != kJoinCluster) {
-    w.num_splits = max(1, tiles / kMinTiles);
+    w.num_splits = max(1, (tiles + kMinTiles - 1) / kMinTiles);  // kMinTiles or fewer each
     share = tiles / w.num_splits;
   }
   const int rest = tiles - share * w.num_splits;

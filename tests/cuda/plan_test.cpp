@@ -94,10 +94,10 @@ TEST(CudaPlanTest, WhatIsNotServedIsRefusedWithAnAlternative) {
 
 TEST(CudaPlanTest, KernelIdNamesTheKernelForFormatsDimsAndRows) {
   const auto id = [](const Problem& p) { return std::string(make_plan(p, hopper()).kernel_id()); };
-  EXPECT_EQ(id(bf16_problem()), "attend_sm_90_bf16_d128x128_r8");
-  EXPECT_EQ(id(bf16_problem(1)), "attend_sm_90_bf16_d128x128_r8");
+  EXPECT_EQ(id(bf16_problem()), "attend_sm_90_bf16_d128x128_r8_plain");
+  EXPECT_EQ(id(bf16_problem(1)), "attend_sm_90_bf16_d128x128_r8_plain");
   EXPECT_EQ(id(bf16_problem(9)), "attend_sm_90_bf16_d128x128_r16");
-  EXPECT_EQ(id(bf16_problem(64)), "attend_sm_90_bf16_d128x128_r16");
+  EXPECT_EQ(id(bf16_problem(64)), "attend_sm_90_bf16_d128x128_r32");
   EXPECT_EQ(id(bf16_problem(16, 4, 256)), "attend_sm_90_bf16_d256x256_r8");
   Problem p = bf16_problem(4, 2, 64);
   p.q_dtype = DType::f16;
@@ -113,7 +113,8 @@ TEST(CudaPlanTest, KernelIdNamesTheKernelForFormatsDimsAndRows) {
     p.head_dim_qk = dim;
     EXPECT_EQ(id(p), "attend_sm_90_f16_dany_r" + std::to_string(rows));
   }
-  EXPECT_EQ(std::string(make_plan(bf16_problem(), hopper("sm_120")).kernel_id()), "attend_sm_120_bf16_d128x128_r8");
+  EXPECT_EQ(std::string(make_plan(bf16_problem(), hopper("sm_120")).kernel_id()),
+            "attend_sm_120_bf16_d128x128_r8_plain");
 }
 
 TEST(CudaPlanTest, EveryListedTensorCoreKernelIsChosen) {
