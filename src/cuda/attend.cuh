@@ -1,395 +1,28 @@
-// One pass over K and V on the tensor cores: bf16 and f16, up to 16 rows per block.
+// One pass over K and V on the tensor cores: bf16 and f16. What a block does; what a warp does of it is in tile.cuh.
 //
-// Scores are computed transposed, S^T = K q^T, with 16 tokens as M and 8 rows as N of mma.m16n8k16, and so is the output,
-// O^T = V^T P^T, with 16 dims as M: eight rows cost what one costs, and a row's maximum, sum and outputs stay in the same
-// lanes. The k index of a product may be permuted if both sides agree, so a lane loads 16 neighbouring bytes of K straight
-// from memory into its operands; V needs pairs of tokens in a register, which two byte permutations make.
-//
-// A lane is (g, t) = (lane / 4, lane % 4). It holds q rows 2t and 2t + 1 of the scores and of the output.
+// Shapes: q [num_seqs, num_q_heads, q_len, dqk], k and v [num_seqs, num_kv_heads, kv_len, dqk or dv], rows at multiples of 16
+//   bytes, out [num_seqs, num_q_heads, q_len, dv]. A KV stream (sequence, KV head) has group_size * q_len rows.
+// Work split: grid (splits, KV heads x row blocks, sequences); a block owns a range of tokens for 8 to 32 rows, and its warps
+//   take steps of 16, 32 or 64 tokens in turn.
+// Steps: [1] q, [2] scores, [3] softmax, [4] values, [5] partials: tile.cuh; then the warps' join and the blocks'.
+// Bytes: kv_len * (dqk + dv) * 2 for every stream and row block, once; 64 to 128 KB of it in flight per multiprocessor.
+// Registers (sm_90a): 125 (d64) and 145 (d128) plain, 154 to 203 one tile of 8 rows, 255 four tiles.
+// Not here: float32, mixed types, other dims, unaligned rows (attend_generic.cuh).
 #pragma once
 
-#include <type_traits>
+#include <climits>
 
-#include "cuda/merge.cuh"
-#include "cuda/params.hpp"
-#include "cuda/ptx.cuh"
-#include "cuda/work.cuh"
+#include "cuda/join_cluster.cuh"
+#include "cuda/join_workspace.cuh"
+#include "cuda/tile.cuh"
+#include "kvonce/cuda.cuh"
 
 namespace kvonce::cuda {
-
-/// The first row of a head.
-template <typename T>
-__device__ __forceinline__ const T* first_row(const Rows& rows, int seq, int head) {
-  const std::int64_t pieces = static_cast<std::int64_t>(seq) * rows.seq + static_cast<std::int64_t>(head) * rows.head;
-  return reinterpret_cast<const T*>(rows.data + 16 * pieces);
-}
-template <typename T>
-__device__ __forceinline__ const T* row_of(const T* first, int row, std::int32_t row_bytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) + static_cast<std::int64_t>(row) * row_bytes);
-}
-
-/// Dims are multiples of 16. K goes in parts of 32 dims, V in parts of 64; what is left takes shorter loads.
-template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, class K>
-struct Tile {
-  // More than two tiles of rows leave no registers for q.
-  static constexpr bool kSharedQ = kRowTiles > 2;
-  static constexpr int kPartsK = kDimQk / 32;
-  static constexpr bool kHalfK = kDimQk % 32 != 0;
-  static constexpr int kPartsV = kDimV / 64;
-  static constexpr bool kHalfV = kDimV % 64 >= 32;
-  static constexpr bool kQuarterV = kDimV % 32 != 0;
-  static constexpr int kOutTiles = kDimV / 16;
-
-  // K: tokens g and g + 8. V: tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-  uint4 k[kTokenTiles][2][kPartsK > 0 ? kPartsK : 1];
-  uint2 k_half[kTokenTiles][2];
-  uint4 v[kTokenTiles][4][kPartsV > 0 ? kPartsV : 1];
-  uint2 v_half[kTokenTiles][4];
-  std::uint32_t v_quarter[kTokenTiles][4];
-
-  uint4 q[kSharedQ ? 1 : kRowTiles][kPartsK > 0 ? kPartsK : 1];
-  uint2 q_half[kRowTiles];
-  const uint4* q_shared;  // [kRowTiles][kPartsK][32 lanes]
-
-  // Scores, then probabilities: (token g, row 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
-  float p[kTokenTiles][kRowTiles][4];
-  float m[kRowTiles][2];  // running maximum, log2
-  float l[kRowTiles][2];  // this lane's part of the sum
-  float o[kRowTiles][kOutTiles][4];
-
-  const T* k_base;
-  const T* v_base;
-  int g;
-  int t;
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      m[n][0] = m[n][1] = kNoMax;
-      l[n][0] = l[n][1] = 0.0F;
-#pragma unroll
-      for (int i = 0; i < kOutTiles; ++i) o[n][i][0] = o[n][i][1] = o[n][i][2] = o[n][i][3] = 0.0F;
-    }
-  }
-
-  __device__ __forceinline__ const T* q_row(const AttendParams& params, const BlockWork& w, int row) const {
-    const RowPlace place = place_of<K::kPlain>(params, w, row);
-    return row_of<T>(first_row<T>(params.q_rows, w.seq, place.head), place.query, params.q_rows.token);
-  }
-
-  /// [1] q of the block's rows; rows past the last are zero.
-  __device__ __forceinline__ void load_row_tile(const AttendParams& params, const BlockWork& w) {
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      const int row = n * 8 + g;
-      const bool has_row = row < w.num_rows;
-      const T* const from = q_row(params, w, has_row ? row : 0);
-#pragma unroll
-      for (int part = 0; part < kPartsK; ++part) {
-        q[n][part] = has_row ? load_late(from + 32 * part + 8 * t) : uint4{0, 0, 0, 0};
-      }
-      if constexpr (kHalfK) q_half[n] = has_row ? load_late_8(from + 32 * kPartsK + 4 * t) : uint2{0, 0};
-    }
-  }
-  /// The same into shared memory, by the whole block.
-  __device__ __forceinline__ void share_row_tile(const AttendParams& params, const BlockWork& w, uint4* shared) {
-    static_assert(!kSharedQ || !kHalfK);
-    for (int i = static_cast<int>(threadIdx.x); i < kRowTiles * kPartsK * 32; i += K::kThreads) {
-      const int row = i / (kPartsK * 32) * 8 + g;
-      const int part = i / 32 % kPartsK;
-      const bool has_row = row < w.num_rows;
-      shared[i] = has_row ? load_late(q_row(params, w, row) + 32 * part + 8 * t) : uint4{0, 0, 0, 0};
-    }
-    q_shared = shared;
-    __syncthreads();
-  }
-  __device__ __forceinline__ uint4 q_part(int n, int part) const {
-    if constexpr (kSharedQ)
-      return q_shared[(n * kPartsK + part) * 32 + 4 * g + t];
-    else
-      return q[n][part];
-  }
-
-  // Tokens past the last are read as the last one: their probabilities are zero, and their bytes are valid.
-  __device__ __forceinline__ void load_keys(const AttendParams& params, int token, int end) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const T* const from = row_of(k_base, min(token + 16 * s + g + 8 * i, end - 1), params.k_rows.token);
-#pragma unroll
-        for (int part = 0; part < kPartsK; ++part) k[s][i][part] = load_stream(from + 32 * part + 8 * t);
-        if constexpr (kHalfK) k_half[s][i] = load_stream_8(from + 32 * kPartsK + 4 * t);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_values(const AttendParams& params, int token, int end) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const T* const from =
-            row_of(v_base, min(token + 16 * s + 2 * t + (i & 1) + (i >> 1) * 8, end - 1), params.v_rows.token);
-#pragma unroll
-        for (int part = 0; part < kPartsV; ++part) v[s][i][part] = load_stream(from + 64 * part + 8 * g);
-        if constexpr (kHalfV) v_half[s][i] = load_stream_8(from + 64 * kPartsV + 4 * g);
-        if constexpr (kQuarterV) v_quarter[s][i] = load_stream_4(from + kDimV - 16 + 2 * g);
-      }
-    }
-  }
-
-  /// [2] Scaled scores (log2) of a step's tokens.
-  __device__ __forceinline__ void score_tokens(float scale_log2) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-        float even[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-        float odd[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-#pragma unroll
-        for (int part = 0; part < kPartsK; ++part) {
-          const uint4 a = k[s][0][part];
-          const uint4 b = k[s][1][part];
-          const uint4 rows = q_part(n, part);
-          mma(even, a.x, b.x, a.y, b.y, rows.x, rows.y, T());
-          mma(odd, a.z, b.z, a.w, b.w, rows.z, rows.w, T());
-        }
-        if constexpr (kHalfK) {
-          mma(even, k_half[s][0].x, k_half[s][1].x, k_half[s][0].y, k_half[s][1].y, q_half[n].x, q_half[n].y, T());
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[s][n][i] = (even[i] + odd[i]) * scale_log2;
-      }
-    }
-  }
-
-  /// Hides the tokens that a row does not see, and those from the block's `end` on.
-  __device__ __forceinline__ void hide_tokens(const AttendParams& params, const BlockWork& w, int token, int end) {
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        RowRange range = range_of(params, w, n * 8 + 2 * t + j);
-        range.end = min(range.end, end);
-#pragma unroll
-        for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int at = token + 16 * s + g + 8 * i;
-            if (at < range.begin || at >= range.end) p[s][n][2 * i + j] = -INFINITY;
-          }
-        }
-      }
-    }
-  }
-
-  /// The same where every row sees the whole cache.
-  __device__ __forceinline__ void hide_tail(int token, int end) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (token + 16 * s + g + 8 * (i / 2) >= end) p[s][n][i] = -INFINITY;
-        }
-      }
-    }
-  }
-
-  /// [3] Running maximum and probabilities. Rescales only when some row has a new maximum; kOnly: there is no other step.
-  template <bool kOnly>
-  __device__ __forceinline__ void update_softmax() {
-    float high[kRowTiles][2];
-    bool grows = false;
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        high[n][j] = fmaxf(p[0][n][j], p[0][n][2 + j]);
-#pragma unroll
-        for (int s = 1; s < kTokenTiles; ++s) high[n][j] = fmaxf(high[n][j], fmaxf(p[s][n][j], p[s][n][2 + j]));
-        grows = grows || high[n][j] > m[n][j];
-      }
-    }
-    if (kOnly || __any_sync(kAllLanes, grows)) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int step = 4; step < 32; step *= 2) {
-            high[n][j] = fmaxf(high[n][j], __shfl_xor_sync(kAllLanes, high[n][j], step));
-          }
-          const float now = fmaxf(m[n][j], high[n][j]);
-          const float f = exp2_approx(m[n][j] - now);
-          m[n][j] = now;
-          if constexpr (kOnly) continue;
-          l[n][j] *= f;
-#pragma unroll
-          for (int i = 0; i < kOutTiles; ++i) {
-            o[n][i][j] *= f;
-            o[n][i][2 + j] *= f;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[s][n][i] = exp2_approx(p[s][n][i] - m[n][i & 1]);
-        l[n][0] += p[s][n][0] + p[s][n][2];
-        l[n][1] += p[s][n][1] + p[s][n][3];
-      }
-    }
-  }
-
-  // Calls each(out_tile, words): of V's dims (a, a + 1), tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
-  template <class Each>
-  __device__ __forceinline__ void for_values(int s, const Each& each) const {
-#pragma unroll
-    for (int part = 0; part < kPartsV; ++part) {
-      const uint4(&x)[4] = {v[s][0][part], v[s][1][part], v[s][2][part], v[s][3][part]};
-      each(4 * part + 0, x[0].x, x[1].x, x[2].x, x[3].x);
-      each(4 * part + 1, x[0].y, x[1].y, x[2].y, x[3].y);
-      each(4 * part + 2, x[0].z, x[1].z, x[2].z, x[3].z);
-      each(4 * part + 3, x[0].w, x[1].w, x[2].w, x[3].w);
-    }
-    if constexpr (kHalfV) {
-      const uint2(&x)[4] = v_half[s];
-      each(4 * kPartsV + 0, x[0].x, x[1].x, x[2].x, x[3].x);
-      each(4 * kPartsV + 1, x[0].y, x[1].y, x[2].y, x[3].y);
-    }
-    if constexpr (kQuarterV) {
-      const std::uint32_t(&x)[4] = v_quarter[s];
-      each(kOutTiles - 1, x[0], x[1], x[2], x[3]);
-    }
-  }
-
-  // Probabilities as the operand of a product with V.
-  __device__ __forceinline__ void pack_probabilities(int s, std::uint32_t (&low)[kRowTiles],
-                                                     std::uint32_t (&high)[kRowTiles]) const {
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      low[n] = transpose_8x8(pack(p[s][n][0], p[s][n][1], T()));
-      high[n] = transpose_8x8(pack(p[s][n][2], p[s][n][3], T()));
-    }
-  }
-
-  /// [4] Adds a step's values.
-  __device__ __forceinline__ void accumulate_values() {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-      std::uint32_t low[kRowTiles];
-      std::uint32_t high[kRowTiles];
-      pack_probabilities(s, low, high);
-      for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
-        const std::uint32_t a0 = __byte_perm(v0, v1, 0x5410);
-        const std::uint32_t a1 = __byte_perm(v0, v1, 0x7632);
-        const std::uint32_t a2 = __byte_perm(v2, v3, 0x5410);
-        const std::uint32_t a3 = __byte_perm(v2, v3, 0x7632);
-#pragma unroll
-        for (int n = 0; n < kRowTiles; ++n) mma(o[n][out_tile], a0, a1, a2, a3, low[n], high[n], T());
-      });
-    }
-  }
-
-  /// Whether some value of the step is NaN or Inf. The same for the whole warp.
-  __device__ __forceinline__ bool has_special_values() const {
-    constexpr std::uint32_t kExponent = std::is_same_v<T, bf16> ? 0x7f80U : 0x7c00U;
-    bool found = false;
-    const auto look = [&found](std::uint32_t word) {
-      found = found || (word & kExponent) == kExponent || (word >> 16 & kExponent) == kExponent;
-    };
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-      for_values(s, [&](int, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
-        look(v0), look(v1), look(v2), look(v3);
-      });
-    }
-    return __any_sync(kAllLanes, found);
-  }
-
-  /// [4] where rows see different tokens and a value is NaN or Inf: 0 times it must not reach a row that does not see its
-  /// token. One token after the other, added only where it is seen.
-  __device__ __forceinline__ void accumulate_apart(const AttendParams& params, const BlockWork& w, int token, int end) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-      std::uint32_t low[kRowTiles];
-      std::uint32_t high[kRowTiles];
-      pack_probabilities(s, low, high);
-#pragma unroll 1
-      for (int k = 0; k < 16; ++k) {
-        const std::uint32_t half = t != k % 8 / 2 ? 0U : k % 2 == 0 ? 0x0000ffffU : 0xffff0000U;
-        const std::uint32_t first = k < 8 ? half : 0U;
-        const std::uint32_t second = k < 8 ? 0U : half;
-        bool seen[kRowTiles][2];
-#pragma unroll
-        for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const RowRange range = range_of(params, w, n * 8 + 2 * t + j);
-            const int at = token + 16 * s + k;
-            seen[n][j] = at >= range.begin && at < min(range.end, end);
-          }
-        }
-        for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
-#pragma unroll
-          for (int n = 0; n < kRowTiles; ++n) {
-            float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-            mma(sum, __byte_perm(v0, v1, 0x5410) & first, __byte_perm(v0, v1, 0x7632) & first,
-                __byte_perm(v2, v3, 0x5410) & second, __byte_perm(v2, v3, 0x7632) & second, low[n], high[n], T());
-#pragma unroll
-            for (int i = 0; i < 4; ++i) o[n][out_tile][i] += seen[n][i % 2] ? sum[i] : 0.0F;
-          }
-        });
-      }
-    }
-  }
-
-  // The first of the two neighbouring dims that out_tile's fragment holds for this lane.
-  __device__ __forceinline__ unsigned dim_of(int out_tile) const {
-    if (out_tile < 4 * kPartsV) return 64 * (out_tile / 4) + 8 * g + 2 * (out_tile % 4);
-    if (kHalfV && out_tile < 4 * kPartsV + 2) return 64 * kPartsV + 4 * g + 2 * (out_tile - 4 * kPartsV);
-    return kDimV - 16 + 2 * g;
-  }
-
-  /// [5] This warp's partial to shared memory.
-  __device__ __forceinline__ void store_partial(const MergeArea& area, int warp) {
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) l[n][j] += __shfl_xor_sync(kAllLanes, l[n][j], step);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      const int row = n * 8 + 2 * t;  // row + 1 has the same places
-      float* const first = area.x + (warp * area.rows + row) * kDimV;
-#pragma unroll
-      for (int i = 0; i < kOutTiles; ++i) {
-        float* const to = first + MergeArea::pair_at(2 * t, dim_of(i));
-        if (row < area.rows) *reinterpret_cast<float2*>(to) = make_float2(o[n][i][0], o[n][i][2]);
-        if (row + 1 < area.rows) *reinterpret_cast<float2*>(to + kDimV) = make_float2(o[n][i][1], o[n][i][3]);
-      }
-      if (g == 0) {
-        float2* const to = area.ml + warp * area.rows + row;
-        if (row < area.rows) to[0] = make_float2(m[n][0], l[n][0]);
-        if (row + 1 < area.rows) to[1] = make_float2(m[n][1], l[n][1]);
-      }
-    }
-  }
-};
 
 /// kOneStep: no warp has more than one step.
 template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, Join kJoin, bool kOneStep, class K>
 __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_constant__ AttendParams params) {
-  launch_dependents();
+  cuda_trigger_dependents();
   const BlockWork w = find_work<kJoin, K::kPlain>(params);
   if (w.split >= w.num_splits) return;
   __shared__ std::uint64_t mail_barrier;
@@ -408,7 +41,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   const int end = min(w.end, w.begin + w.tile_end * kTileTokens);
   bool has_step = token < end;
   const bool early = params.earlier_kv_ready && token + kStep <= w.kv_len - (K::kPlain ? 1 : params.q_len);
-  if (!early) wait_for_preceding();
+  if (!early) cuda_wait_for_preceding();
   if (has_step) {
     tile.load_keys(params, token, end);
     tile.load_values(params, token, end);
@@ -416,7 +49,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   touch_params(params);
   if constexpr (kJoin == kJoinCluster) open_mail<K>(params, w, &mail_barrier, kDimV / 4);
   const MergeArea area = lay_out_area<K>(params, w, kDimV);
-  if (early) wait_for_preceding();
+  if (early) cuda_wait_for_preceding();
   if constexpr (tile.kSharedQ) {
     __shared__ uint4 q_shared[kRowTiles * (kDimQk / 32) * 32];
     tile.share_row_tile(params, w, q_shared);
@@ -424,21 +57,22 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
     tile.load_row_tile(params, w);
   }
   Ticket ticket;
-  if constexpr (kJoin == kJoinWorkspace) ticket = take_ticket(params, w);
+  if constexpr (kJoin != kJoinCluster) ticket = take_ticket(params, w);
   tile.clear();
 
-  const bool rows_differ = !K::kPlain && params.q_len > 1 && (params.causal || params.window > 0);
+  // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
+  const int differ_from = !K::kPlain && params.q_len > 1 && params.causal ? w.kv_len - params.q_len : INT_MAX;
+  const int differ_to = !K::kPlain && params.q_len > 1 && params.window > 0 ? w.begin + params.q_len : INT_MIN;
   const auto hide_tokens = [&] {
     if constexpr (K::kPlain) {
       if (token + kStep > end) tile.hide_tail(token, end);
     } else {
-      if (rows_differ || token + kStep > end) tile.hide_tokens(params, w, token, end);
+      if (token + kStep > min(end, differ_from) || token < differ_to) tile.hide_tokens(params, w, token, end);
     }
   };
   const auto accumulate_values = [&] {
     if constexpr (!K::kPlain) {
-      // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
-      if (rows_differ && (token + kStep > w.kv_len - params.q_len || params.window > 0) && tile.has_special_values()) {
+      if ((token + kStep > differ_from || token < differ_to) && tile.has_special_values()) {
         tile.accumulate_apart(params, w, token, end);
         return;
       }
@@ -474,7 +108,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   } else {
     if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
     __syncthreads();
-    join_block<K>(params, w, area, kDimV / 4, ticket_number);
+    join_block<K, kJoin>(params, w, area, kDimV / 4, ticket_number);
   }
 }
 

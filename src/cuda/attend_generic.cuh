@@ -4,10 +4,11 @@
 // rows' products over the lanes by exchanging halves, so that in the end each lane owns the score of one (token, row) pair.
 #pragma once
 
-#include "cuda/merge.cuh"
+#include "cuda/join_workspace.cuh"
 #include "cuda/params.hpp"
 #include "cuda/ptx.cuh"
 #include "cuda/work.cuh"
+#include "kvonce/cuda.cuh"
 
 namespace kvonce::cuda {
 
@@ -218,7 +219,7 @@ struct GenericTile {
 
 template <int kRows, int kParts, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_constant__ AttendParams params) {
-  launch_dependents();
+  cuda_trigger_dependents();
   const BlockWork w = find_work<kJoinWorkspace, false>(params);
   if (w.split >= w.num_splits) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -238,13 +239,13 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   const int end = min(w.end, w.begin + w.tile_end * kTileTokens);
   bool has_step = token < end;
   const bool early = params.earlier_kv_ready && token + kStep <= w.kv_len - params.q_len;
-  if (!early) wait_for_preceding();
+  if (!early) cuda_wait_for_preceding();
   if (has_step) {
     tile.load_keys(params, token, w.end);
     tile.load_values(params, token, w.end);
   }
   touch_params(params);
-  if (early) wait_for_preceding();
+  if (early) cuda_wait_for_preceding();
   tile.load_row_tile(params, w);
   const Ticket ticket = take_ticket(params, w);
 
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   __shared__ int ticket_number;
   if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
   __syncthreads();
-  join_block<Known<kWarps>>(params, w, area, params.head_dim_v / 4, ticket_number);
+  join_block<Known<kWarps>, kJoinWorkspace>(params, w, area, params.head_dim_v / 4, ticket_number);
 }
 
 }  // namespace kvonce::cuda

@@ -21,7 +21,7 @@ const void* plain_instance() {
 
 template <typename T, int kDim, Join kJoin>
 const void* plain_address(const MmaChoice& choice) {
-  if (!choice.one_step) return plain_instance<T, kDim, kJoin, step_tiles(kDim), false, kWarps>();
+  if (!choice.one_step || kJoin == kJoinFew) return plain_instance<T, kDim, kJoin, step_tiles(kDim), false, kWarps>();
   if (choice.warps == 4) return plain_instance<T, kDim, kJoin, 2, true, 4>();
   if (choice.step_tiles == 2) return plain_instance<T, kDim, kJoin, 2, true, kWarps>();
   if constexpr (kDim == 64) {
@@ -45,13 +45,22 @@ const void* mma_address_of(const MmaChoice& choice) {
   return nullptr;
 }
 
+template <typename T, int kDimQk, int kDimV>
+const void* mma_address_of(const MmaChoice& choice) {
+  switch (choice.join) {
+    case kJoinCluster:
+      return mma_address_of<T, kDimQk, kDimV, kJoinCluster>(choice);
+    case kJoinFew:
+      return mma_address_of<T, kDimQk, kDimV, kJoinFew>(choice);
+    default:
+      return mma_address_of<T, kDimQk, kDimV, kJoinWorkspace>(choice);
+  }
+}
+
 template <typename T>
 const void* mma_address(const MmaChoice& choice) {
-#define KVONCE_CUDA_DIMS(qk, v)                                                            \
-  if (choice.head_dim_qk == (qk) && choice.head_dim_v == (v)) {                            \
-    return choice.join == kJoinCluster ? mma_address_of<T, qk, v, kJoinCluster>(choice)    \
-                                       : mma_address_of<T, qk, v, kJoinWorkspace>(choice); \
-  }
+#define KVONCE_CUDA_DIMS(qk, v) \
+  if (choice.head_dim_qk == (qk) && choice.head_dim_v == (v)) return mma_address_of<T, qk, v>(choice);
 #include "cuda/instances.def"
   return nullptr;
 }

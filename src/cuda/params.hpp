@@ -32,6 +32,7 @@ enum Element : std::int32_t { kF32 = 0, kF16 = 1, kBf16 = 2 };
 enum Join : std::int32_t {
   kJoinWorkspace = 0,  // partials to the workspace; the blocks that started last wait for them and join slices
   kJoinCluster = 1,    // the blocks are one cluster and push slices into each other's shared memory
+  kJoinFew = 2,        // as kJoinWorkspace, where up to kFewSplits splits leave several slices to a block
 };
 
 /// A word, in the workspace or in a cluster's mailboxes, that holds no partial yet. No partial ever contains it:
@@ -114,6 +115,10 @@ constexpr std::int32_t kPlainRows = 8;
 /// Token tiles that a block takes at least before another one is used: one for each of its warps. H200, 32q/4kv d128, 2,048
 /// tokens through the workspace: 6.3 us with 8, 6.8 us with 4.
 constexpr std::int32_t kMinTiles = 8;
+
+/// H200, 32q/8kv d128, 8 sequences of 4,096 tokens (2 splits): 34.7 us with kJoinFew, 37.0 us slice by slice; where a block has
+/// one slice the other way is the faster one (32q/32kv, 2,048 tokens: 12.0 and 12.3 us).
+constexpr std::int32_t kFewSplits = 4;
 
 /// Elements (of four dims) of a slice of the output, which one block joins.
 constexpr std::int32_t kSlice = 16;

@@ -102,11 +102,15 @@ std::int64_t choose_splits(std::int64_t streams, std::int64_t sms, std::int64_t 
 }
 
 /// What follows from the numbers of rows, splits and joining blocks.
-void finish_shape(KernelShape& s, const Problem& p) {
+void finish_shape(KernelShape& s, const Problem& p, bool tensor_cores) {
   const auto elements = static_cast<std::int32_t>(s.rows_per_block * p.head_dim_v / 4);
   const auto row_elements = static_cast<std::int32_t>(p.head_dim_v / 4);
   s.splits_magic = divide_magic(s.num_splits);
   s.place_rows = s.rows_per_block;
+  if (tensor_cores && s.join == kJoinWorkspace && s.num_splits > 1 && s.num_splits <= kFewSplits &&
+      slices_of(elements) > std::min(s.join_blocks, s.num_splits)) {
+    s.join = kJoinFew;
+  }
   s.slice_rows =
       row_elements % kSlice == 0 ? 1 : std::min(s.rows_per_block, (kSlice + row_elements - 2) / row_elements + 1);
   s.own_slices = (slices_of(elements) + s.num_splits - 1) / s.num_splits;
@@ -118,7 +122,7 @@ void finish_shape(KernelShape& s, const Problem& p) {
 }
 
 KernelShape shape_for(const Problem& p, const Device& device, const Policy& policy, std::int64_t rows,
-                      std::int64_t rows_per_block, bool may_cluster) {
+                      std::int64_t rows_per_block, bool tensor_cores) {
   KernelShape s;
   s.exists = true;
   rows_per_block = std::clamp<std::int64_t>(rows_per_block, 1, std::max<std::int64_t>(1, rows));
@@ -146,7 +150,7 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
            2 * cluster * kMinTiles <= max_tiles) {
       cluster *= 2;
     }
-    const bool fits = may_cluster && has_clusters(device) && cluster > 1;
+    const bool fits = tensor_cores && has_clusters(device) && cluster > 1;
     const bool wanted = policy.cluster == 1 ||
                         (policy.cluster == -1 && core::max_kv_bytes(p) / (cluster * streams) <= kClusterBlockBytes);
     if (fits && wanted) {
@@ -166,8 +170,17 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
   const std::int64_t join_blocks =
       policy.join_blocks > 0 ? policy.join_blocks : shared::ceil_div(rows_per_block * p.head_dim_v / 4, kSlice);
   s.join_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, s.num_splits));
-  finish_shape(s, p);
+  finish_shape(s, p, tensor_cores);
   return s;
+}
+
+/// Whether a block's partials of so many rows fit its shared memory; true where that is unknown.
+bool fits_shared(std::int64_t rows, const Problem& p, const Device& device) {
+  constexpr std::int64_t kOther = 12 * 1024;  // q, the system's part
+  LaunchShape shape;
+  const std::int64_t bytes =
+      merge_shared_bytes(shape, kWarps, static_cast<int>(rows), static_cast<int>(p.head_dim_v)) + kOther;
+  return device.l1_bytes == 0 || bytes <= device.l1_bytes;
 }
 
 /// Chooses the instance for plain decode where there is one (Known in merge.cuh).
@@ -184,7 +197,7 @@ void choose_plain(KernelShape& s, const Problem& p, std::int64_t rows) {
   static_assert(kMinTiles <= 4 * 2);
   const std::int32_t tiles = s.share_tiles + (s.share_rest > 0 ? 1 : 0);
   const auto one_step = [&](int warps, int step) {
-    if (s.one_step || tiles > warps * step) return;
+    if (s.join == kJoinFew || s.one_step || tiles > warps * step) return;
     s.one_step = true;
     s.warps = warps;
     s.step_tiles = step;
@@ -268,7 +281,7 @@ void plan(core::PlanData& data, const PlanOptions& options) {
     const std::int64_t most =
         kMmaRows * most_row_tiles(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v));
     tile = kMmaRows;
-    while (tile < most && tile < rows) tile *= 2;
+    while (tile < most && tile < rows && fits_shared(2 * tile, p, data.device)) tile *= 2;
     if (options.policy.row_tile > 0) tile = options.policy.row_tile;
     if (tile > most || (tile != kMmaRows && tile != 2 * kMmaRows && tile != 4 * kMmaRows)) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(tile),

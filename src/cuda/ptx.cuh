@@ -163,9 +163,6 @@ __device__ __forceinline__ void wait_for_bytes(std::uint64_t* barrier) {
       : "memory");
 }
 
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_preceding() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 #else
 __device__ __forceinline__ void cluster_arrive_relaxed() {}
 __device__ __forceinline__ void cluster_wait() {}
@@ -175,8 +172,6 @@ __device__ __forceinline__ void expect_bytes(std::uint64_t*, unsigned) {}
 __device__ __forceinline__ void post(std::uint32_t, float4, std::uint32_t) {}
 __device__ __forceinline__ void post(std::uint32_t, float2, std::uint32_t) {}
 __device__ __forceinline__ void wait_for_bytes(std::uint64_t*) {}
-__device__ __forceinline__ void launch_dependents() {}
-__device__ __forceinline__ void wait_for_preceding() {}
 #endif
 
 }  // namespace kvonce::cuda

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/refuse.hpp"
@@ -155,15 +157,25 @@ void apply(const KernelShape& shape, AttendParams& a) {
   a.share_splits = shape.share_splits;
 }
 
-/// Allows a kernel the shared memory and the cluster size that it may ask for. Cheap, and the same in every call.
-void allow(const void* kernel, int shared_bytes, bool cluster) {
-  if (shared_bytes > 48 * 1024) {
-    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                    "shared memory");
-  }
-  if (cluster) {
+/// Allows a kernel all the shared memory of a multiprocessor and any cluster size, once for each device.
+void allow_all(const void* kernel) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, const void*>> allowed;
+  int ordinal = 0;
+  require_success(cudaGetDevice(&ordinal), "device");
+  const std::lock_guard lock(mutex);
+  if (allowed.count({ordinal, kernel}) > 0) return;
+  int most = 0;
+  require_success(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "shared memory");
+  cudaFuncAttributes attributes{};
+  require_success(cudaFuncGetAttributes(&attributes, kernel), "kernel");
+  require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       most - static_cast<int>(attributes.sharedSizeBytes)),
+                  "shared memory");
+  if (attributes.binaryVersion >= 90) {
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster size");
   }
+  allowed.insert({ordinal, kernel});
 }
 
 void launch(const core::PlanData& data, const void* kernel, int warps, int shared_rows, AttendParams& a,
@@ -171,7 +183,7 @@ void launch(const core::PlanData& data, const void* kernel, int warps, int share
   const Problem& p = data.problem;
   const int shared_bytes = merge_shared_bytes(a.shape, warps, shared_rows, a.head_dim_v);
   const bool cluster = a.shape.join == kJoinCluster;
-  allow(kernel, shared_bytes, cluster);
+  allow_all(kernel);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(static_cast<unsigned>(warps) * 32);

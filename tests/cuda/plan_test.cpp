@@ -148,6 +148,25 @@ TEST(CudaPlanTest, ReadFactorIsTheNumberOfRowBlocks) {
 }
 
 // One query token, up to 8 query heads per KV head, nothing masked, results of the inputs' type.
+TEST(CudaPlanTest, RowTilesFitTheSharedMemory) {
+  Device device = hopper("sm_120");
+  device.l1_bytes = 100 * 1024;
+  EXPECT_EQ(make_plan(bf16_problem(32), device).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(16), device).read_factor(), 1);
+  EXPECT_EQ(make_plan(bf16_problem(32, 4, 64), device).read_factor(), 1);
+}
+
+// Where two to four splits leave several slices of the output to a joining block.
+TEST(CudaPlanTest, FewSplitsJoinInAWayOfTheirOwn) {
+  Problem p = bf16_problem(4, 8, 128, 4096);
+  p.num_seqs = 8;
+  EXPECT_EQ(cuda_plan(make_plan(p, hopper())).mma.join, kJoinFew);
+  EXPECT_EQ(cuda_plan(make_plan(p, hopper())).generic.join, kJoinWorkspace);
+  EXPECT_EQ(cuda_plan(make_plan(p, hopper(), with("splits=1"))).mma.join, kJoinWorkspace);
+  EXPECT_EQ(cuda_plan(make_plan(p, hopper(), with("splits=5"))).mma.join, kJoinWorkspace);
+  EXPECT_EQ(cuda_plan(make_plan(bf16_problem(1, 32), hopper())).mma.join, kJoinWorkspace) << "one slice each";
+}
+
 TEST(CudaPlanTest, PlainDecodeHasInstancesOfItsOwn) {
   const auto is_plain = [](const Problem& p, const char* policy = "") {
     const Plan plan = make_plan(p, hopper(), with(policy));

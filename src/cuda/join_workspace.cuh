@@ -1,0 +1,217 @@
+// The join of a stream's blocks through the workspace: those that started last wait for the others.
+#pragma once
+
+#include "cuda/merge.cuh"
+
+namespace kvonce::cuda {
+
+/// What thread 0 asks for at the start and needs at the end.
+struct Ticket {
+  std::uint32_t prepared = kPreparedWord;
+  int number = 0;
+};
+
+/// Takes this block's place in the order in which the blocks of its stream start; the counter is back at 0 when all have
+/// asked. Nothing waits for the answer here: an increment with a limit is not gathered over the warp as an addition is.
+__device__ __forceinline__ Ticket take_ticket(const AttendParams& p, const BlockWork& w) {
+  Ticket ticket;
+  const int ask = threadIdx.x == 0 && w.num_splits > 1 ? 1 : 0;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred ask;\n\t"
+      "setp.ne.s32 ask, %2, 0;\n\t"
+      "@ask ld.relaxed.gpu.global.u32 %0, [%3];\n\t"
+      "@ask atom.relaxed.gpu.global.inc.u32 %1, [%4], %5;\n\t"
+      "}"
+      : "+r"(ticket.prepared), "+r"(ticket.number)
+      : "r"(ask), "l"(p.header), "l"(p.tickets + w.stream), "r"(w.num_splits - 1)
+      : "memory");
+  return ticket;
+}
+
+/// The ticket's number; -1 in a workspace that nobody prepared.
+__device__ __forceinline__ int show_ticket(const Ticket& ticket) {
+  return ticket.prepared == kPreparedWord ? ticket.number : -1;
+}
+
+/// What a joining block owns of a stream's partials in the workspace: slices first, first + joiners, ...
+struct Joiner {
+  float4* partials;  // [num_splits][capacity]
+  float2* ml;        // [slices][num_splits][slice_rows]
+  unsigned elements;
+  unsigned capacity;
+  unsigned slice_rows;
+  unsigned first;
+  unsigned joiners;
+};
+
+/// Up to kFewSplits splits: a thread takes an element, all splits at once.
+template <class K>
+__device__ __forceinline__ void join_few(const AttendParams& p, const BlockWork& w, unsigned row_elements,
+                                         const Joiner& j) {
+  const float empty = __uint_as_float(kEmptyWord);
+  const unsigned slices = slices_of(static_cast<int>(j.elements));
+  const unsigned items = (slices - j.first + j.joiners - 1) / j.joiners * kSlice;
+#pragma unroll 1
+  for (unsigned item = threadIdx.x; item < items; item += K::kThreads) {
+    const unsigned slice = j.first + item / kSlice * j.joiners;
+    const unsigned e = slice * kSlice + item % kSlice;
+    const bool exists = K::kPlain || e < j.elements;
+    const int n = exists ? w.num_splits : 0;
+    const unsigned slice_row = exists && !K::kPlain ? e / row_elements - first_row_of(slice, row_elements) : 0;
+    float4* const x_at = j.partials + e;
+    float2* const ml_at = j.ml + static_cast<std::int64_t>(slice * p.shape.num_splits) * j.slice_rows + slice_row;
+    float4 x[kFewSplits];
+    float2 ml[kFewSplits];
+    bool full = false;
+    // A row's maximum and sum are read by the kSlice lanes of a slice: emptied when all of the warp have them.
+    const unsigned lanes = item - item % 32 + 32 <= items ? kAllLanes : kAllLanes >> kSlice;
+    while (__any_sync(lanes, !full)) {
+      full = true;
+#pragma unroll
+      for (int i = 0; i < kFewSplits; ++i) {
+        if (i >= n) continue;
+        x[i] = load_words(x_at + static_cast<std::int64_t>(i) * j.capacity);
+        ml[i] = load_words(ml_at + i * j.slice_rows);
+        full = full && is_full(x[i]) && is_full(ml[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kFewSplits; ++i) {
+      if (i >= n) continue;
+      store_words(x_at + static_cast<std::int64_t>(i) * j.capacity, {empty, empty, empty, empty});
+      if (e % kSlice == 0 || e % row_elements == 0) store_words(ml_at + i * j.slice_rows, make_float2(empty, empty));
+    }
+    Partial a;
+    join(a, x, ml, n);
+    if (exists) finish<K>(p, w, e, row_elements, a);
+  }
+}
+
+/// One slice of the output, from the workspace. Groups of kSlice threads take the splits in turn, a thread an element: a
+/// split's part of a slice is 256 neighbouring bytes. Then the groups' sums meet in shared memory.
+template <class K>
+__device__ __forceinline__ void join_slice(const AttendParams& p, const BlockWork& w, const MergeArea& area,
+                                           unsigned row_elements, const Joiner& j, unsigned slice) {
+  constexpr unsigned kGroups = K::kThreads / kSlice;
+  constexpr unsigned kAtOnce = 32 / K::kWarps;  // loads in flight
+  const unsigned elements = j.elements;
+  const unsigned capacity = j.capacity;
+  const unsigned slice_rows = j.slice_rows;
+  const unsigned group = threadIdx.x / kSlice;
+  const unsigned at = threadIdx.x % kSlice;
+  const unsigned e = slice * kSlice + at;
+  const bool exists = K::kPlain || e < elements;
+  const unsigned slice_row = K::kPlain ? 0 : min(e, elements - 1) / row_elements - first_row_of(slice, row_elements);
+  const bool is_first_of_row = at == 0 || (!K::kPlain && e % row_elements == 0);
+  const float empty = __uint_as_float(kEmptyWord);
+  Partial a;
+  float4* element = j.partials + static_cast<std::int64_t>(group) * capacity + e;
+  float2* element_ml = j.ml + static_cast<std::int64_t>(slice * p.shape.num_splits + group) * slice_rows + slice_row;
+#pragma unroll 1
+  for (int from = 0; from < w.num_splits; from += kAtOnce * kGroups) {
+    const int n = exists ? (w.num_splits - from - static_cast<int>(group) + static_cast<int>(kGroups) - 1) /
+                               static_cast<int>(kGroups)
+                         : 0;
+    float4 x[kAtOnce];
+    float2 ml[kAtOnce];
+    bool full = false;
+    while (__any_sync(kAllLanes, !full)) {  // a row's maximum and sum are read by a whole group
+      full = true;
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
+        if (i >= n) continue;
+        x[i] = load_words(element + static_cast<std::int64_t>(i * kGroups) * capacity);
+        ml[i] = load_words(element_ml + i * kGroups * slice_rows);
+      }
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
+        if (i < n) full = full && is_full(x[i]) && is_full(ml[i]);
+      }
+    }
+    // Read: the places are empty again for the next call.
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
+      if (i >= n) continue;
+      store_words(element + static_cast<std::int64_t>(i * kGroups) * capacity, {empty, empty, empty, empty});
+      if (is_first_of_row) store_words(element_ml + i * kGroups * slice_rows, make_float2(empty, empty));
+    }
+    join(a, x, ml, n);
+    element += static_cast<std::int64_t>(kAtOnce * kGroups) * capacity;
+    element_ml += kAtOnce * kGroups * slice_rows;
+  }
+  join_lanes<kSlice, 32>(a);
+  auto* const sums = reinterpret_cast<float4*>(area.x);  // [kWarps][kSlice + 1]: the warps' partials are used up
+  auto* const sums_ml = reinterpret_cast<float2*>(sums + K::kWarps * (kSlice + 1));
+  const unsigned place = threadIdx.x / 32 * (kSlice + 1) + at;
+  __syncthreads();
+  if (threadIdx.x % 32 < kSlice) {
+    sums[place] = a.x;
+    sums_ml[place] = make_float2(a.m, a.l);
+  }
+  __syncthreads();
+  if (threadIdx.x / 32 >= kSlice * K::kWarps / 32) return;  // whole warps
+  const unsigned sum_at = threadIdx.x / K::kWarps;
+  const unsigned sum = threadIdx.x % K::kWarps * (kSlice + 1) + sum_at;
+  a = {sums[sum], sums_ml[sum].x, sums_ml[sum].y};
+  join_lanes<1, K::kWarps>(a);
+  const unsigned sum_e = slice * kSlice + sum_at;
+  if (sum_e < elements && threadIdx.x % K::kWarps == 0) finish<K>(p, w, sum_e, row_elements, a);
+}
+
+/// Blocks of a stream write their partials to the workspace. Those that took the last tickets wait for the others and join
+/// slices. Whoever holds an earlier ticket is running already, so waiting keeps nobody from a place on the device.
+template <class K, Join kJoin>
+__device__ __forceinline__ void join_workspace(const AttendParams& p, const BlockWork& w, const MergeArea& area,
+                                               unsigned row_elements, int ticket) {
+  const unsigned elements = w.num_rows * row_elements;
+  const unsigned capacity = (K::kPlain ? kPlainRows : p.shape.place_rows) * row_elements;
+  const unsigned splits = p.shape.num_splits;
+  const unsigned slice_rows = K::kPlain ? 1 : p.shape.slice_rows;
+  auto* const partials = reinterpret_cast<float4*>(p.partial_o) + w.stream * splits * capacity;
+  float2* const ml = p.partial_ml + w.stream * slices_of(static_cast<int>(capacity)) * splits * slice_rows;
+  for_elements<K>(elements, [&](unsigned e) {
+    const unsigned row = e / row_elements;
+    const unsigned column = e % row_elements;
+    Partial a = join_warps<K>(area, row, column * 4);
+    a.x = {without_empty_word(a.x.x), without_empty_word(a.x.y), without_empty_word(a.x.z), without_empty_word(a.x.w)};
+    store_words(partials + static_cast<std::int64_t>(w.split) * capacity + e, a.x);
+    if (e % kSlice == 0 || column == 0) {
+      const unsigned slice = e / kSlice;
+      const std::int64_t at =
+          static_cast<std::int64_t>(slice * splits + w.split) * slice_rows + row - first_row_of(slice, row_elements);
+      store_words(ml + at, make_float2(without_empty_word(a.m), without_empty_word(a.l)));
+    }
+  });
+  const int slices = slices_of(static_cast<int>(elements));
+  const int joiners = min(min(p.shape.join_blocks, slices), w.num_splits);
+  const int joiner = ticket - (w.num_splits - joiners);
+  if (joiner < 0) return;
+  const Joiner j = {
+      partials, ml, elements, capacity, slice_rows, static_cast<unsigned>(joiner), static_cast<unsigned>(joiners)};
+  if constexpr (kJoin == kJoinFew) {
+    join_few<K>(p, w, row_elements, j);
+  } else {
+#pragma unroll 1
+    for (unsigned slice = j.first; slice < static_cast<unsigned>(slices); slice += j.joiners) {
+      join_slice<K>(p, w, area, row_elements, j, slice);
+    }
+  }
+}
+
+/// Joins the warps' partials, which are in `area`, then those of the stream's blocks, through the workspace.
+template <class K, Join kJoin>
+__device__ __forceinline__ void join_block(const AttendParams& p, const BlockWork& w, const MergeArea& area,
+                                           unsigned row_elements, int ticket) {
+  if (w.num_splits > 1 && ticket >= 0) {
+    join_workspace<K, kJoin>(p, w, area, row_elements, ticket);
+    return;
+  }
+  for_elements<K>(w.num_rows * row_elements, [&](unsigned e) {
+    Partial a = join_warps<K>(area, e / row_elements, e % row_elements * 4);
+    if (ticket < 0) a.l = __uint_as_float(0x7fffffffU);  // a workspace that nobody prepared: NaN
+    finish<K>(p, w, e, row_elements, a);
+  });
+}
+
+}  // namespace kvonce::cuda
