@@ -96,11 +96,11 @@ TEST_P(AllocationTest, AttendAllocatesNothing) {
 TEST_P(AllocationTest, TheCounterCounts) {
   g_count = 0;
   g_counting = true;
-  char* bytes = new char[100];
+  char* byte = new char;
   const std::vector<int> values(1000, 1);
   // Compilers may leave out an allocation that nobody else sees.
-  asm volatile("" : : "r"(bytes), "r"(values.data()) : "memory");
-  delete[] bytes;
+  asm volatile("" : : "r"(byte), "r"(values.data()) : "memory");
+  delete byte;
   g_counting = false;
   EXPECT_EQ(g_count.load(), 2);
 }
