@@ -8,12 +8,7 @@
 
 int main() {
   try {
-    kvonce::Problem problem;
-    problem.num_q_heads = 32;
-    problem.num_kv_heads = 4;
-    problem.head_dim_qk = 128;
-    problem.max_kv_len = 4096;
-
+    const kvonce::Problem problem{.num_q_heads = 32, .num_kv_heads = 4, .head_dim_qk = 128, .max_kv_len = 4096};
     const kvonce::Plan plan = kvonce::make_plan(problem);
     std::printf("%s\n", plan.explain().c_str());
 

@@ -59,7 +59,7 @@ struct Policy {
   /// One prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour. Rows with gaps between them take 1.
   std::int64_t prefetch_lines = 0;
   std::int64_t pair_dot = -1;     // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
-  std::int64_t worker_bytes = 0;  // K and V bytes of a call per worker: smaller calls wake fewer threads
+  std::int64_t worker_bytes = 0;  // K and V bytes that a call's rows see, per worker: smaller calls wake fewer threads
   /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
   std::int64_t prefetch_level = 0;
   std::int64_t splits = 0;       // CUDA: blocks that share one KV stream
@@ -75,11 +75,11 @@ struct PolicyFile;  // policy_file.hpp
 
 struct PlanOptions {
   std::int64_t chunk_tokens =
-      0;          // same as policy.chunk_tokens; a row's bits then do not depend on the batch or max_kv_len
-  Policy policy;  // overrides, field by field
+      0;               // same as policy.chunk_tokens; a row's bits then do not depend on the batch or max_kv_len
+  Policy policy = {};  // overrides, field by field
   /// Rules for the fields that `policy` leaves open. Null: those of the file that KVONCE_POLICY names, which is read once,
   /// by the first make_plan that needs it. A PolicyFile without rules: none, whatever KVONCE_POLICY says.
-  std::shared_ptr<const PolicyFile> policy_file;
+  std::shared_ptr<const PolicyFile> policy_file = nullptr;
   /// CUDA: K/V of tokens before kv_len - q_len, kv_lens and kv_starts were complete before the preceding kernel started.
   /// attend() may then start under that kernel's tail, see cuda.cuh.
   bool earlier_kv_ready = false;

@@ -31,9 +31,9 @@ struct Problem {
   std::int64_t page_size = 0;  // tokens per page of the paged layouts, >= 1; 0 otherwise
   bool v_is_k_prefix = false;  // V is K's first head_dim_v dims (same memory): its bytes count once
 
-  std::optional<float> scale;  // default head_dim_qk^-0.5
-  bool causal = true;          // a row sees keys up to its own position
-  std::int64_t window = 0;     // a row sees only the last `window` keys up to its own position, itself included; 0: all
+  std::optional<float> scale = std::nullopt;  // default head_dim_qk^-0.5
+  bool causal = true;                         // a row sees keys up to its own position
+  std::int64_t window = 0;  // a row sees only the last `window` keys up to its own position, itself included; 0: all
   MaskKind mask = MaskKind::none;
   float softcap = 0.0F;          // > 0: score becomes softcap * tanh(score / softcap)
   bool has_sinks = false;        // Inputs::sinks: one extra logit per query head

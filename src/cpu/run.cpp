@@ -101,10 +101,11 @@ class Call {
         format_bytes(p_.k_format, p_.head_dim_qk) + (p_.v_is_k_prefix ? 0 : format_bytes(p_.v_format, p_.head_dim_v));
     std::int64_t items = 0;
     for (std::int64_t seq = 0; seq < p_.num_seqs; ++seq) {
+      const shared::TokenRange keys = seen(seq, 0, p_.q_len - 1);
       const shared::TokenRange chunks = chunks_of(seq);
       item_starts_[seq] = items;
       items += streams * (chunks.end - chunks.begin);
-      kv_bytes_ += kv_len(seq) * p_.num_kv_heads * token_bytes;
+      kv_bytes_ += std::max<std::int64_t>(0, keys.end - keys.begin) * p_.num_kv_heads * token_bytes;
       std::fill_n(counters_ + seq * streams, streams, static_cast<std::int32_t>(chunks.end - chunks.begin));
     }
     item_starts_[p_.num_seqs] = items;
@@ -216,8 +217,8 @@ class Call {
   float* partial_lse_;
   float* partial_o_;
   char* scratch_;
-  bool heads_inside_;  // tokens before heads in memory: a chunk's heads run one after the other
-  std::int64_t kv_bytes_ = 0;
+  bool heads_inside_;          // tokens before heads in memory: a chunk's heads run one after the other
+  std::int64_t kv_bytes_ = 0;  // of the keys that any row sees
   std::atomic<std::int64_t> next_item_{0};
 };
 

@@ -81,22 +81,37 @@ TEST_P(EdgeTest, HugeAndTinyValuesOfV) {
   }
 }
 
+// A needle at the first key that the row sees, with flat noise elsewhere: half of the weight is far away from the row.
+CaseSpec needle_far_away(std::int32_t kv_len, std::int64_t window) {
+  CaseSpec spec = typical(1, KvFormat::f16, 64, 2, 1);
+  spec.problem.num_seqs = 1;
+  spec.problem.max_kv_len = kv_len + 1;
+  spec.problem.window = window;
+  spec.kv_lens = {kv_len};
+  spec.name = "kv=" + std::to_string(kv_len) + " window=" + std::to_string(window);
+  spec.problem.scale = 1.0F;
+  spec.q_value = [](std::int64_t, std::int64_t, std::int64_t, std::int64_t d) { return d == 0 ? 1.0 : 0.0; };
+  const std::int64_t needle = window > 0 ? kv_len - window : 0;
+  spec.k_value = [kv_len, needle](std::int64_t, std::int64_t, std::int64_t token, std::int64_t d) {
+    if (d != 0) return 0.0;
+    return token == needle ? std::log(static_cast<double>(kv_len - needle))
+                           : normal_value(3, static_cast<std::uint64_t>(token)) / 64;
+  };
+  return spec;
+}
+
 TEST_P(EdgeTest, LongContexts) {
-  for (const std::int32_t kv_len : {16383, 16384, 16385, 32767, 32768, 32769, 65535, 65536, 65537, 131073}) {
+  for (const std::int32_t kv_len :
+       {16383, 16384, 16385, 32767, 32768, 32769, 65535, 65536, 65537, 131073, (1 << 20) + 1}) {
     if (quick() && kv_len > 20000) continue;
-    CaseSpec spec = typical(1, KvFormat::f16, 64, 2, 1);
-    spec.problem.num_seqs = 1;
-    spec.problem.max_kv_len = kv_len + 1;
-    spec.kv_lens = {kv_len};
-    // A needle at the first key, with flat noise elsewhere: half of the weight is far away from the row.
-    spec.problem.scale = 1.0F;
-    spec.q_value = [](std::int64_t, std::int64_t, std::int64_t, std::int64_t d) { return d == 0 ? 1.0 : 0.0; };
-    spec.k_value = [kv_len](std::int64_t, std::int64_t, std::int64_t token, std::int64_t d) {
-      if (d != 0) return 0.0;
-      return token == 0 ? std::log(static_cast<double>(kv_len))
-                        : normal_value(3, static_cast<std::uint64_t>(token)) / 64;
-    };
-    expect_oracle(spec);
+    expect_oracle(needle_far_away(kv_len, 0));
+  }
+}
+
+TEST_P(EdgeTest, WindowsOfLongContexts) {
+  for (const std::int32_t kv_len : {32767, 32768, 32769, 65535, 65536, 65537, 66048}) {
+    if (quick() && kv_len != 32769 && kv_len != 65537) continue;
+    expect_oracle(needle_far_away(kv_len, 128));
   }
 }
 

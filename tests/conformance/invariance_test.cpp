@@ -39,6 +39,33 @@ TEST_P(InvarianceTest, FewerThreadsThanPlannedChangeNoBit) {
   }
 }
 
+// Where prefetches go, how far ahead, and the order in which one row's keys are read for them.
+TEST_P(InvarianceTest, PrefetchesChangeNoBit) {
+  for (const KvFormat format : kPlainFormats) {
+    for (const std::int64_t group : {1, 2, 8}) {
+      for (const std::int64_t dim : {64, 128, 40, 100}) {
+        if (quick() && (group == 2 || dim == 128 || dim == 40)) continue;
+        CaseSpec spec = typical(1, format, dim, group, 3);
+        spec.options.policy.pair_dot = 0;  // else chosen by the prefetches of one row
+        spec.options.policy.prefetch_level = 1;
+        const auto expected = result_bytes(spec);
+        expect_oracle(spec);
+        for (const std::int64_t level : {1, 2}) {
+          for (const std::int64_t tokens : {0, 64, 200}) {
+            for (const std::int64_t lines : {1, 2}) {
+              spec.options.policy.prefetch_level = level;
+              spec.options.policy.prefetch_tokens = tokens;
+              spec.options.policy.prefetch_lines = lines;
+              EXPECT_EQ(expected, result_bytes(spec)) << spec.name << " group " << group << " level " << level
+                                                      << " tokens " << tokens << " lines " << lines;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(InvarianceTest, RepetitionChangesNoBit) {
   for (const std::int64_t kv_heads : {1, 2, 5}) {
     CaseSpec spec = typical(2, KvFormat::bf16, 128, 4, kv_heads);

@@ -1,4 +1,5 @@
 // Wrong arguments are refused before anything is written; every option either acts or is refused.
+#include <cstdint>
 #include <functional>
 
 #include "target_test.hpp"
@@ -48,6 +49,9 @@ class RefusalTest : public TargetTest {
 TEST_P(RefusalTest, WrongArgumentsOfAttend) {
   static const std::vector<std::int32_t> negative = {5, -1, 3};
   static const std::vector<std::int32_t> too_long = {5, 201, 3};
+  static const std::vector<std::int32_t> smallest = {INT32_MIN, 0, 3};
+  static const std::vector<std::int32_t> largest = {5, 0, INT32_MAX};
+  static const std::vector<std::int32_t> past_the_end = {198, 0, 0};
   static const std::vector<float> floats(64, 1.0F);
   static const std::vector<std::uint8_t> bytes(1 << 16, 1);
   static const std::vector<std::int32_t> table(64, 0);
@@ -59,8 +63,13 @@ TEST_P(RefusalTest, WrongArgumentsOfAttend) {
   expect_refused("out", [](A& a) { a.outputs.out = nullptr; });
   expect_refused("kv_lens[1]", [](A& a) { a.inputs.kv_lens = negative.data(); });
   expect_refused("kv_lens[1]", [](A& a) { a.inputs.kv_lens = too_long.data(); });
+  expect_refused("kv_lens[0]", [](A& a) { a.inputs.kv_lens = smallest.data(); });
+  expect_refused("kv_lens[2]", [](A& a) { a.inputs.kv_lens = largest.data(); });
   expect_refused("kv_starts[1]", [](A& a) { a.inputs.kv_starts = negative.data(); });
   expect_refused("kv_starts[1]", [](A& a) { a.inputs.kv_starts = too_long.data(); });
+  expect_refused("kv_starts[0]", [](A& a) { a.inputs.kv_starts = smallest.data(); });
+  expect_refused("kv_starts[2]", [](A& a) { a.inputs.kv_starts = largest.data(); });
+  expect_refused("kv_starts[0]", [](A& a) { a.inputs.kv_starts = past_the_end.data(); });
   expect_refused("workspace", [](A& a) { --a.workspace_bytes; });
   expect_refused("workspace", [](A& a) { a.workspace = nullptr; });
   expect_refused("num_threads", [](A& a) { a.context.num_threads = 3; });

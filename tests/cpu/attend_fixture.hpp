@@ -13,8 +13,8 @@ namespace kvonce {
 // A problem large enough that attend uses every thread it may.
 class AttendFixture {
  public:
-  AttendFixture(std::int64_t kv_len, int num_threads, const PlanOptions& options = {})
-      : plan_(make_plan(problem(kv_len), device(num_threads), options)) {
+  AttendFixture(std::int64_t kv_len, int num_threads, const PlanOptions& options = {}, std::int64_t window = 0)
+      : plan_(make_plan(problem(kv_len, window), device(num_threads), options)) {
     std::uint32_t state = 1;
     const auto fill = [&state](std::vector<float>& values, std::int64_t count) {
       values.resize(static_cast<std::size_t>(count));
@@ -53,12 +53,13 @@ class AttendFixture {
   static constexpr std::int64_t kGroup = 3;
   static constexpr std::int64_t kDim = 64;
 
-  static Problem problem(std::int64_t kv_len) {
+  static Problem problem(std::int64_t kv_len, std::int64_t window) {
     Problem p;
     p.num_q_heads = kHeads * kGroup;
     p.num_kv_heads = kHeads;
     p.head_dim_qk = kDim;
     p.max_kv_len = kv_len;
+    p.window = window;
     return p;
   }
 

@@ -110,25 +110,25 @@ TEST(PoolTest, NonPositiveWorkerCountsRunOnTheCaller) {
   EXPECT_EQ(pool.num_threads(), 0);
 }
 
-TEST(PoolTest, SleepingThreadsAreWokenForWork) {
-  Pool pool;
+// Pauses are long enough for every thread to sleep.
+void expect_workers_meet_after_pauses(Pool& pool, int workers) {
   for (int repeat = 0; repeat < 20; ++repeat) {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    Rendezvous rendezvous{4};
-    pool.run(4, &Rendezvous::body, &rendezvous);
+    Rendezvous rendezvous{workers};
+    pool.run(workers, &Rendezvous::body, &rendezvous);
     EXPECT_FALSE(rendezvous.timed_out.load());
   }
+}
+
+TEST(PoolTest, SleepingThreadsAreWokenForWork) {
+  Pool pool;
+  expect_workers_meet_after_pauses(pool, 4);
 }
 
 TEST(PoolTest, FewerWorkersThanThreadsStillGetTheirShareWhenAllAreAsleep) {
   Pool pool;
   pool.reserve(9);
-  for (int repeat = 0; repeat < 20; ++repeat) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    Rendezvous rendezvous{3};
-    pool.run(3, &Rendezvous::body, &rendezvous);
-    EXPECT_FALSE(rendezvous.timed_out.load());
-  }
+  expect_workers_meet_after_pauses(pool, 3);
 }
 
 TEST(PoolTest, IdleThreadsUseNoProcessorTime) {

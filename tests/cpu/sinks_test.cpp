@@ -121,7 +121,7 @@ TEST(SinksTest, WithoutKeysTheSinkIsTheLse) {
 
 TEST(SinksTest, ExtremeSinksStayFinite) {
   for (const Device& device : usable_targets()) {
-    for (const float sink : {1e38F, 88.0F, -104.0F, -1e38F}) {
+    for (const float sink : {1e38F, 88.0F, -104.0F, -1e38F, -std::numeric_limits<float>::infinity()}) {
       const Result result = attend_with_sinks(device, 1, 100, 64, std::vector<float>(kHeads, sink));
       const float expected = sink > 0.0F ? 0.0F : 1.0F;
       for (const float value : result.out) ASSERT_NEAR(value, expected, 1e-6) << device.target << " sink " << sink;

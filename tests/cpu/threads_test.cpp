@@ -90,11 +90,12 @@ TEST(ThreadsTest, OneThreadAndShortCachesCreateNoThread) {
 }
 
 TEST(ThreadsTest, WorkerBytesSayHowManyWorkersACallTakes) {
-  constexpr std::int64_t kKvBytes = 4 * 4096 * (64 + 64) * 4;
-  const auto num_workers = [](std::int64_t worker_bytes) {
+  constexpr std::int64_t kTokenBytes = 4 * (64 + 64) * 4;
+  constexpr std::int64_t kKvBytes = 4096 * kTokenBytes;
+  const auto num_workers = [](std::int64_t worker_bytes, std::int64_t window = 0) {
     PlanOptions options;
     options.policy.worker_bytes = worker_bytes;
-    AttendFixture fixture(4096, 4, options);
+    AttendFixture fixture(4096, 4, options, window);
     Context context;
     context.parallel_for = [](void* host, std::int64_t count, void (*body)(void*, std::int64_t), void* body_context) {
       *static_cast<std::int64_t*>(host) = count;
@@ -109,6 +110,8 @@ TEST(ThreadsTest, WorkerBytesSayHowManyWorkersACallTakes) {
   EXPECT_EQ(num_workers(kKvBytes / 2), 3);
   EXPECT_EQ(num_workers(kKvBytes), 2);
   EXPECT_EQ(num_workers(kKvBytes + 1), 1);
+  EXPECT_EQ(num_workers(600 * kTokenBytes, 600), 2) << "a window leaves its own keys";
+  EXPECT_EQ(num_workers(600 * kTokenBytes + 1, 600), 1);
 }
 
 TEST(ThreadsTest, PlanningCreatesNoThread) {

@@ -247,7 +247,7 @@ TEST(CudaPlanTest, PolicyFieldsThatCannotBeAreRefusedByName) {
     options.policy.cluster = cluster;
     EXPECT_EQ(refusal(bf16_problem(), ErrorCode::InvalidArgument, options).rfind("policy.cluster:", 0), 0U);
   }
-  EXPECT_NE(refusal(bf16_problem(16, 4, 256), ErrorCode::InvalidArgument, with("row_tile=16")).find("8"),
+  EXPECT_NE(refusal(bf16_problem(16, 4, 256), ErrorCode::InvalidArgument, with("row_tile=16")).find('8'),
             std::string::npos);
 }
 

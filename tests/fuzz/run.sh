@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every fuzzer for a while, all at once, from its committed corpus. Inputs that a fuzzer finds stay in
-# BUILD_DIR/fuzz/NAME for the next run; a finding is kept in BUILD_DIR/fuzz and fails the run.
+# Runs every fuzzer for SECONDS from its committed corpus, as many at a time as there are processors. Inputs that a fuzzer
+# finds stay in BUILD_DIR/fuzz/NAME for the next run; a finding is kept in BUILD_DIR/fuzz and fails the run.
 # usage: tests/fuzz/run.sh BUILD_DIR SECONDS [NAME...]
 set -uo pipefail
 build=$(cd "$1" && pwd)
@@ -30,4 +30,4 @@ fuzz() {  # NAME
 }
 export -f fuzz
 export build here seconds
-printf '%s\0' "${names[@]}" | xargs -0 -P "${#names[@]}" -n 1 bash -c 'fuzz "$0"'
+printf '%s\0' "${names[@]}" | xargs -0 -P "$(nproc)" -n 1 bash -c 'fuzz "$0"'

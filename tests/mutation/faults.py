@@ -3,12 +3,15 @@
 RUN = "src/cpu/run.cpp"
 ATTEND = "src/cpu/attend.hpp"
 SPLIT = "src/cpu/attend_split.hpp"
+IN_ORDER = "src/cpu/attend_in_order.hpp"  # one row, prefetch_level 2
+DOT = "src/cpu/attend_dot.hpp"  # pair_dot: processors with BF16 dot products
 CHUNK = "src/cpu/chunk.hpp"
 MERGE = "src/cpu/merge.hpp"
 RANGE = "src/shared/token_range.h"
 PARTIAL = "src/shared/partial.h"
 AVX512 = "src/cpu/simd/avx512_verbs.hpp"
 AVX2 = "src/cpu/simd/avx2.hpp"
+TENSORS = "src/core/validate_tensors.cpp"
 
 FAULTS = [
     ("q of the wrong head", RUN, "q_head = item.kv_head * group;", "q_head = item.kv_head;"),
@@ -48,6 +51,12 @@ FAULTS = [
      "S::fmadd(a, q_a[r], acc[j * kLaneRows + r])"),
     ("split tiles drop the rest of K's dims", SPLIT, "if (dim < dims) {", "if (dim > dims) {"),
     ("split tiles swap the tokens of a pair", SPLIT, "row[2 * j] + dim, row[2 * j + 1] + dim", "row[2 * j + 1] + dim, row[2 * j] + dim"),
+    ("one row in order drops the rest of K's dims", IN_ORDER, "for (; dim < dims; dim += S::width", "for (; dim + S::width <= dims; dim += S::width"),
+    ("one row in order skips the second half of a pair", IN_ORDER,
+     "S::fmadd(b, S::load(q_vec + S::width), S::fmadd(a, S::load(q_vec), sum))", "S::fmadd(a, S::load(q_vec), sum)"),
+    ("pair products drop the rest of K's dims", DOT, "if (dim < dims) {", "if (dim > dims) {"),
+    ("pair products give every row the first one's q", DOT, "q_offset(task, first_row + r)", "q_offset(task, first_row)"),
+    ("pair products skip the last values of q", DOT, "dim + i < task.head_dim_qk ?", "dim + i + 1 < task.head_dim_qk ?"),
     ("hidden keys off by one", CHUNK, "token >= seen.end) scores", "token > seen.end) scores"),
     ("ragged values run past the step", CHUNK, "if (seen.end > tokens.end) seen.end = tokens.end;", ""),
     ("K offsets in 32 bits", CHUNK, "token * task_.k_token_stride * bytes_of", "static_cast<std::int32_t>(token * task_.k_token_stride) * bytes_of"),
@@ -57,6 +66,9 @@ FAULTS = [
     ("merge leaves out chunk 0", MERGE, "for (std::int64_t c = 0; c < task.num_chunks; ++c) {\n      acc", "for (std::int64_t c = 1; c < task.num_chunks; ++c) {\n      acc"),
     ("merge() does not normalise", "src/core/merge.cpp", "- shift) * inverse;", "- shift);"),
     ("workspace for one chunk", "src/cpu/plan.cpp", "WorkspaceBuilder::product(rows, data.max_chunks)", "WorkspaceBuilder::product(rows, 1)"),
+    ("hidden keys wake threads", RUN, "std::max<std::int64_t>(0, keys.end - keys.begin)", "kv_len(seq)"),
+    ("a length above the capacity is taken", TENSORS, "kv_len < 0 || kv_len > p.max_kv_len", "kv_len < 0"),
+    ("padding beyond the length is taken", TENSORS, "in.kv_starts[s] < 0 || in.kv_starts[s] > kv_len", "in.kv_starts[s] < 0"),
     ("AVX-512 exponential loses NaN", AVX512, "max(broadcast(-160.0F), x)", "max(x, broadcast(-160.0F))"),
     ("AVX-512 odd bf16 values lose four bits", AVX512, "0xffff0000U", "0xfff00000U"),
     ("AVX2 bf16 dims stored in the wrong order", AVX2, "_mm256_unpacklo_ps(a, b);\n    const Vec high", "_mm256_unpacklo_ps(b, a);\n    const Vec high"),

@@ -1,10 +1,12 @@
-// The read factor that a plan states is what the kernels do: every valid byte of K and V is fetched exactly that often,
-// and no byte outside the valid tokens is ever loaded.
+// The read factor that a plan states is what the kernels do: every byte of K and V that some row sees is fetched exactly
+// that often, and no other byte is ever loaded.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,12 +21,20 @@ struct Shape {
   std::int64_t q_len;
   std::int64_t head_dim;
   std::int64_t expected_read_factor;
+  std::int64_t window = 0;
+  std::int64_t kv_start = 0;
 };
 
 constexpr Shape kShapes[] = {
     {1, 1, 128, 1}, {2, 1, 64, 1},  {3, 1, 80, 1},   {4, 1, 128, 1},  {5, 1, 128, 1}, {7, 3, 64, 1},
     {8, 1, 128, 1}, {8, 4, 128, 1}, {12, 1, 72, 1},  {16, 2, 128, 1}, {32, 1, 64, 1}, {64, 1, 64, 1},
     {71, 1, 64, 2}, {16, 8, 64, 2}, {128, 1, 40, 2}, {24, 16, 64, 6},
+};
+
+// Windows and left padding whose first key lies inside a chunk, at its edge, in the last chunk; chunks have 128 tokens.
+constexpr Shape kPartlySeen[] = {
+    {1, 1, 128, 1, 1, 0},  {1, 1, 64, 1, 77, 0},  {4, 1, 128, 1, 78, 0}, {5, 3, 80, 1, 100, 0}, {8, 1, 64, 1, 200, 0},
+    {8, 4, 128, 1, 16, 0}, {8, 1, 40, 1, 400, 0}, {4, 1, 64, 1, 0, 128}, {7, 2, 72, 1, 0, 300}, {8, 1, 128, 1, 90, 250},
 };
 
 constexpr std::int64_t kCapacity = 400;
@@ -39,13 +49,15 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   problem.max_kv_len = kCapacity;
   problem.k_format = format;
   problem.v_format = format;
+  problem.window = shape.window;
   // Causal rows of several blocks do not all see the newest tokens; with one block some row does.
   problem.causal = shape.expected_read_factor == 1;
   PlanOptions options;
   options.chunk_tokens = 128;
   const Plan plan = make_plan(problem, device, options);
   SCOPED_TRACE(std::string(plan.kernel_id()) + " group " + std::to_string(shape.group) + " q_len " +
-               std::to_string(shape.q_len));
+               std::to_string(shape.q_len) + " window " + std::to_string(shape.window) + " from " +
+               std::to_string(shape.kv_start));
   ASSERT_NE(plan.kernel_id().find("attend_" + device.target + "_"), std::string_view::npos);
   EXPECT_EQ(plan.read_factor(), shape.expected_read_factor);
 
@@ -65,6 +77,8 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   inputs.v = {v.data(), 2 * kv_head, kv_head, shape.head_dim};
   const std::int32_t kv_lens[] = {static_cast<std::int32_t>(kValid)};
   inputs.kv_lens = kv_lens;
+  const std::int32_t kv_starts[] = {static_cast<std::int32_t>(shape.kv_start)};
+  inputs.kv_starts = kv_starts;
   Outputs outputs;
   outputs.out = out.data();
   outputs.out_seq_stride = problem.num_q_heads * q_head;
@@ -73,16 +87,22 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   Context context;
   context.num_threads = 1;
 
-  const auto step = static_cast<std::size_t>(plan.policy().step_tokens);
+  const bool partly_seen = shape.window > 0 || shape.kv_start > 0;
+  // Steps begin at the first key seen, not where the counter's do: bytes then count once, however often they are fetched.
+  const auto step = static_cast<std::size_t>(partly_seen ? kCapacity : plan.policy().step_tokens);
   for (std::int64_t head = 0; head < 2; ++head) {
     const auto bytes = static_cast<std::size_t>(head_bytes);
     const test::LoadCounter of_k(k.data() + head * head_bytes, bytes, static_cast<std::size_t>(row_bytes), step);
     const test::LoadCounter of_v(v.data() + head * head_bytes, bytes, static_cast<std::size_t>(row_bytes), step);
     attend(plan, inputs, outputs, workspace.data(), workspace.size(), context);
-    const auto valid_pieces = static_cast<std::size_t>(kValid * row_bytes) / test::LoadCounter::kPieceBytes;
+    const std::int64_t oldest =
+        shape.window > 0 ? kValid - shape.q_len - shape.window + 1 : 0;  // the oldest row's first key
+    const std::int64_t first_seen = std::max(shape.kv_start, oldest);
+    const auto first_piece = static_cast<std::size_t>(first_seen * row_bytes) / test::LoadCounter::kPieceBytes;
+    const auto end_piece = static_cast<std::size_t>(kValid * row_bytes) / test::LoadCounter::kPieceBytes;
     for (const auto* counter : {&of_k, &of_v}) {
       for (std::size_t piece = 0; piece < counter->fetches().size(); ++piece) {
-        const std::int64_t expected = piece < valid_pieces ? plan.read_factor() : 0;
+        const std::int64_t expected = piece >= first_piece && piece < end_piece ? plan.read_factor() : 0;
         ASSERT_EQ(counter->fetches()[piece], expected)
             << (counter == &of_k ? "K" : "V") << " head " << head << " byte " << piece * 2 << " of token "
             << piece * 2 / static_cast<std::size_t>(row_bytes);
@@ -92,19 +112,24 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   for (const float value : out) ASSERT_EQ(value, 0.0F);
 }
 
-class ReadFactorTest : public testing::TestWithParam<std::string> {};
+class ReadFactorTest : public testing::TestWithParam<std::string> {
+ protected:
+  static void expect_read_factors(std::span<const Shape> shapes) {
+    Device device;
+    for (const Device& candidate : devices()) {
+      if (candidate.backend == Backend::cpu && candidate.target == GetParam()) device = candidate;
+    }
+    ASSERT_EQ(device.target, GetParam());
+    if (!device.unavailable.empty()) GTEST_SKIP() << "not run here: " << device.unavailable;
+    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
+      for (const Shape& shape : shapes) expect_read_factor(device, format, shape);
+    }
+  }
+};
 
-TEST_P(ReadFactorTest, EveryValidByteIsFetchedAsOftenAsThePlanSays) {
-  Device device;
-  for (const Device& candidate : devices()) {
-    if (candidate.backend == Backend::cpu && candidate.target == GetParam()) device = candidate;
-  }
-  ASSERT_EQ(device.target, GetParam());
-  if (!device.unavailable.empty()) GTEST_SKIP() << "not run here: " << device.unavailable;
-  for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
-    for (const Shape& shape : kShapes) expect_read_factor(device, format, shape);
-  }
-}
+TEST_P(ReadFactorTest, EveryValidByteIsFetchedAsOftenAsThePlanSays) { expect_read_factors(kShapes); }
+
+TEST_P(ReadFactorTest, AWindowAndLeftPaddingLeaveEveryOtherByteUnread) { expect_read_factors(kPartlySeen); }
 
 INSTANTIATE_TEST_SUITE_P(Targets, ReadFactorTest,
                          testing::Values("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"),

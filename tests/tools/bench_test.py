@@ -5,13 +5,11 @@ import io
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree
 
-COMMAND = sys.argv.pop(1) if len(sys.argv) > 1 else "kvonce"
+from kvonce_command import kvonce
 
 ROW_KEYS = [
     "case", "num_q_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "kv_len", "q_len", "num_seqs", "kv_dtype",
@@ -28,7 +26,7 @@ CASES = """# two geometries, three lengths
 
 
 def bench(*options):
-    return subprocess.run([COMMAND, "bench", *options], capture_output=True, text=True, timeout=300, check=False)
+    return kvonce("bench", *options)
 
 
 class BenchTest(unittest.TestCase):

@@ -7,12 +7,12 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import threading
 import time
 import unittest
 
-KVONCE = sys.argv.pop(1)
+from kvonce_command import KVONCE
+
 MAX_SECONDS = 20
 
 

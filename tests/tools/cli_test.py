@@ -14,17 +14,12 @@ import random
 import stat
 import struct
 import subprocess
-import sys
 import tempfile
 import unittest
 
-KVONCE = sys.argv.pop(1) if len(sys.argv) > 1 else "kvonce"
+from kvonce_command import KVONCE, kvonce
+
 OK, FAILED, BAD_USAGE, UNAVAILABLE = 0, 1, 2, 3
-
-
-def kvonce(*arguments, **environment):
-    return subprocess.run([KVONCE, *map(str, arguments)], capture_output=True, text=True, timeout=240,
-                          env={**os.environ, **environment})
 
 
 def file_bytes(header, data=b""):

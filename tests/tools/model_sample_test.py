@@ -10,7 +10,8 @@ import sys
 import tempfile
 import unittest
 
-KVONCE = sys.argv.pop(1)
+from kvonce_command import kvonce
+
 REPOSITORY = pathlib.Path(sys.argv.pop(1))
 SAMPLES = sorted((REPOSITORY / "tests" / "data").glob("smollm2_layer*.safetensors"))
 # K and V of the samples are rounded to f16, the model's own are not.
@@ -23,17 +24,15 @@ class ModelSampleTest(unittest.TestCase):
         self.assertLess(sum(path.stat().st_size for path in SAMPLES), 1_000_000)
 
     def test_oracle_and_model_agree_on_every_usable_target(self):
-        devices = json.loads(subprocess.run([KVONCE, "devices", "--format", "json"], check=True, text=True,
-                                            stdout=subprocess.PIPE).stdout)["devices"]
+        devices = json.loads(kvonce("devices", "--format", "json").stdout)["devices"]
         targets = [device["target"] for device in devices if device["backend"] == "cpu" and device["usable"]]
         self.assertIn("portable", targets)
         for sample in SAMPLES:
             for target in targets:
                 with self.subTest(sample=sample.name, target=target), tempfile.TemporaryDirectory() as folder:
                     out = pathlib.Path(folder) / "out.safetensors"
-                    result = subprocess.run(
-                        [KVONCE, "run", "--input", sample, "--out", out, "--lse", "--check", "--target", target,
-                         "--format", "json"], text=True, capture_output=True)
+                    result = kvonce("run", "--input", sample, "--out", out, "--lse", "--check", "--target", target,
+                                    "--format", "json")
                     self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
                     (row,) = json.loads(result.stdout)
                     self.assertLessEqual(row["rel_rms_error"], 1e-5)

@@ -4,21 +4,14 @@ Usage: tune_test.py KVONCE [unittest arguments]
 """
 
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 import unittest
 
-COMMAND = sys.argv.pop(1) if len(sys.argv) > 1 else "kvonce"
+from kvonce_command import kvonce
+
 CASES = ("4q/2kv d64 kv=96", "4q/2kv d64 kv=200 q=2", "6q/6kv d48 kv=64 dtype=bf16")
-
-
-def kvonce(*arguments, **environment):
-    return subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ, **environment})
 
 
 class TuneTest(unittest.TestCase):
