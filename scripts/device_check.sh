@@ -40,7 +40,7 @@ run() {  # FILE SECONDS COMMAND...
 }
 
 sanitize() {  # TOOL SEEDS
-  # Not the whole grid: every access costs a hundredfold. The seeds name about ten cases of each kind of join.
+  # Not the whole grid: every access costs a hundredfold. The seeds name about a tenth of it.
   KVONCE_ONLY="seed=$2" run "sanitize-$1.txt" 150 compute-sanitizer --tool "$1" --error-exitcode 9 \
     "$kvonce" check --backend cuda --quick
 }
@@ -53,12 +53,14 @@ case $part in
     ;;
   sanitize)
     command -v compute-sanitizer >/dev/null || { echo "device_check: compute-sanitizer is not installed" >&2; exit 3; }
-    for tool in memcheck racecheck initcheck; do sanitize "$tool" 10000; done
+    for tool in memcheck racecheck initcheck; do sanitize "$tool" 1000; done
     ;;
   bench)
     run bench-bf16.txt 150 "$kvonce" bench --backend cuda --out "$out/cuda-bf16.json"
     run bench-f16.txt 150 "$kvonce" bench --backend cuda --dtype f16 --out "$out/cuda-f16.json"
     run bench-f32.txt 150 "$kvonce" bench --backend cuda --dtype f32 --out "$out/cuda-f32.json"
+    run bench-shapes.txt 90 "$kvonce" bench --backend cuda --cases "$root/bench/cases/cuda-shapes.txt" --arms kvonce,read \
+      --out "$out/cuda-shapes-bf16.json"
     ;;
   chain)
     run chain-bf16.txt 240 "$kvonce" bench --backend cuda --chain --out "$out/chain-bf16.json"
