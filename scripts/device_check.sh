@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What only a machine with a CUDA device can show; each part runs in under 8 minutes and leaves up to 8 files in the folder given.
-# usage: device_check.sh check|sanitize|bench|chain|peers [OUT]
+# usage: device_check.sh check|sanitize|bench|chain|peers|all [OUT]
 # OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*; peers:
 # src/libkvonce.so, bench/libkvonce_neighbours.so); else build/release is built first, which needs nvcc 12.8 or newer.
+# all: every part, packed into OUT/device-check.tar.xz, as far as it came.
 # peers needs a python3 with torch. KVONCE_PEERS_SITE=DIR is a folder of Python packages with FlashInfer and FlashAttention-3.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,9 +11,9 @@ part=${1:-}
 out=${2:-$root/build/device-check}
 
 case $part in
-  check | sanitize | bench | chain | peers) ;;
+  check | sanitize | bench | chain | peers | all) ;;
   *)
-    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers" >&2
+    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers, all" >&2
     exit 2
     ;;
 esac
@@ -84,6 +85,15 @@ case $part in
     run peers-bf16.txt 210 "${peers[@]}" --seconds 180 "${read_arm[@]}" --out "$out/peers-bf16.json"
     run peers-chain-bf16.txt 170 "${peers[@]}" --seconds 145 --chain --lens 2048,8192,32768 --out "$out/peers-chain-bf16.json"
     grep -h "peer leads" "$out/peers-bf16.txt" "$out/peers-chain-bf16.txt" || true
+    ;;
+  all)
+    parts=$(mktemp -d)
+    for each in bench peers chain check sanitize; do
+      echo "-- $each"
+      KVONCE_CUDA_BUILD=$build "${BASH_SOURCE[0]}" "$each" "$parts/$each" || status=1
+      tar -C "$parts" -cJf "$out/device-check.tar.xz" .
+    done
+    rm -rf "$parts"
     ;;
 esac
 exit "$status"
