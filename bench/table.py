@@ -154,7 +154,7 @@ def print_cuda_peers(path):
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     print(f"{describe(result['device'])}; {versions}; us\n")
     in_chain = any(row["mode"] == "chain" for row in result["rows"])
-    verdict = (print_chain if in_chain else print_isolated)(cases, peers)
+    verdict = (print_peers_chain if in_chain else print_peers_isolated)(cases, peers)
     print()
     failures = {}
     for failure in result["failed"]:
@@ -174,7 +174,7 @@ def us_cell(us):
     return "-" if us is None else f"{us:.2f}"
 
 
-def print_isolated(cases, peers):
+def print_peers_isolated(cases, peers):
     print_row(["geometry", "kv_len", "read", "kvonce"] + peers + ["best peer", "best peer / kvonce"])
     print("|---|---" + "|---:" * (2 + len(peers)) + "|---|---:|")
     leads = compared = 0
@@ -190,7 +190,7 @@ def print_isolated(cases, peers):
     return f"peer leads on {leads} of {compared} rows"
 
 
-def print_chain(cases, peers):
+def print_peers_chain(cases, peers):
     """kvonce_early's column is its time between neighbours that trigger early, every other arm's the least of all neighbours."""
     print_row(["geometry", "kv_len", "KV MB", "kvonce isolated", "kvonce", "kvonce_early"] + peers +
               ["best peer", "kvonce_early under it", "goal", "kvonce_early, not early / isolated"])

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What only a machine with a CUDA device can show; each part runs in under 8 minutes and leaves up to 8 files in the folder given.
-# usage: device_check.sh check|sanitize|bench|chain|peers [OUT]
+# usage: device_check.sh check|sanitize|bench|chain|peers|all [OUT]
 # OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*; peers:
 # src/libkvonce.so, bench/libkvonce_neighbours.so); else build/release is built first, which needs nvcc 12.8 or newer.
+# all: every part, packed into OUT/device-check.tar.xz, as far as it came.
 # peers needs a python3 with torch. KVONCE_PEERS_SITE=DIR is a folder of Python packages with FlashInfer and FlashAttention-3.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,9 +11,9 @@ part=${1:-}
 out=${2:-$root/build/device-check}
 
 case $part in
-  check | sanitize | bench | chain | peers) ;;
+  check | sanitize | bench | chain | peers | all) ;;
   *)
-    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers" >&2
+    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers, all" >&2
     exit 2
     ;;
 esac
@@ -40,7 +41,7 @@ run() {  # FILE SECONDS COMMAND...
 }
 
 sanitize() {  # TOOL SEEDS
-  # Not the whole grid: every access costs a hundredfold. The seeds name about ten cases of each kind of join.
+  # Not the whole grid: every access costs a hundredfold. The seeds name about a tenth of it.
   KVONCE_ONLY="seed=$2" run "sanitize-$1.txt" 150 compute-sanitizer --tool "$1" --error-exitcode 9 \
     "$kvonce" check --backend cuda --quick
 }
@@ -53,12 +54,14 @@ case $part in
     ;;
   sanitize)
     command -v compute-sanitizer >/dev/null || { echo "device_check: compute-sanitizer is not installed" >&2; exit 3; }
-    for tool in memcheck racecheck initcheck; do sanitize "$tool" 10000; done
+    for tool in memcheck racecheck initcheck; do sanitize "$tool" 1000; done
     ;;
   bench)
     run bench-bf16.txt 150 "$kvonce" bench --backend cuda --out "$out/cuda-bf16.json"
     run bench-f16.txt 150 "$kvonce" bench --backend cuda --dtype f16 --out "$out/cuda-f16.json"
     run bench-f32.txt 150 "$kvonce" bench --backend cuda --dtype f32 --out "$out/cuda-f32.json"
+    run bench-shapes.txt 90 "$kvonce" bench --backend cuda --cases "$root/bench/cases/cuda-shapes.txt" --arms kvonce,read \
+      --out "$out/cuda-shapes-bf16.json"
     ;;
   chain)
     run chain-bf16.txt 240 "$kvonce" bench --backend cuda --chain --out "$out/chain-bf16.json"
@@ -82,6 +85,15 @@ case $part in
     run peers-bf16.txt 210 "${peers[@]}" --seconds 180 "${read_arm[@]}" --out "$out/peers-bf16.json"
     run peers-chain-bf16.txt 170 "${peers[@]}" --seconds 145 --chain --lens 2048,8192,32768 --out "$out/peers-chain-bf16.json"
     grep -h "peer leads" "$out/peers-bf16.txt" "$out/peers-chain-bf16.txt" || true
+    ;;
+  all)
+    parts=$(mktemp -d)
+    for each in bench peers chain check sanitize; do
+      echo "-- $each"
+      KVONCE_CUDA_BUILD=$build "${BASH_SOURCE[0]}" "$each" "$parts/$each" || status=1
+      tar -C "$parts" -cJf "$out/device-check.tar.xz" .
+    done
+    rm -rf "$parts"
     ;;
 esac
 exit "$status"

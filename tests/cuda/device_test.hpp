@@ -142,12 +142,14 @@ inline std::vector<JoinKind> join_kinds() {
           {"one block", make(0, 1, 0, 0)},
           {"13 splits, 3 joiners", make(0, 13, 3, 0)},
           {"chunks of 16", make(-1, 0, 0, 16)},
+          {"2 splits, 1 joiner", make(0, 2, 1, 0)},
           {"same type, chosen", {}, true},
           {"same type, cluster", make(1, 0, 0, 0), true},
           {"same type, cluster of 3", make(1, 3, 0, 0), true},
           {"same type, workspace", make(0, 0, 0, 0), true},
           {"same type, one block", make(0, 1, 0, 0), true},
-          {"same type, 13 splits, 3 joiners", make(0, 13, 3, 0), true}};
+          {"same type, 13 splits, 3 joiners", make(0, 13, 3, 0), true},
+          {"same type, 2 splits, 1 joiner", make(0, 2, 1, 0), true}};
 }
 
 /// One sequence of kv_len tokens, K, V and q of one type, float32 out: the sharpest tolerance.
