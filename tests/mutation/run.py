@@ -4,7 +4,7 @@
 usage: tests/mutation/run.py [--jobs N] [--only TEXT ...]
 A copy of the repository under build/mutation is changed, built and tested, so the working tree stays as it is. Tests, in this
 order until one fails: `kvonce check --quick`, then ctest without the tests of the build, the sources and the benchmark.
-Prints a table; exit status 1 when a fault was not noticed or its text is no longer there. About 20 seconds per fault.
+Prints a table; exit status 1 when a fault was not noticed or its text is no longer there. 47 faults took 73 minutes on two busy cores.
 """
 import argparse
 import os
