@@ -22,7 +22,6 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
     const Stored* row[S::width];
     find_rows<S>(static_cast<const Stored*>(k_rows), token_stride, token, num_tokens, row);
     Vec acc[S::width];
-    KVONCE_UNROLL
     for (int j = 0; j < S::width; ++j) {
       Vec sum = S::zero();
       const float* q_vec = q;

@@ -36,7 +36,7 @@ struct Simd {
 
   static bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
-  static Vec exp2(Vec x) {
+  KVONCE_INLINE static Vec exp2(Vec x) {
     const Vec clamped = max(broadcast(-160.0F), x);  // keeps NaN; 2^-160 scales to 0
     const Vec n = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec r = sub(clamped, n);
@@ -50,7 +50,7 @@ struct Simd {
     return _mm512_scalef_ps(p, n);
   }
 
-  static Vec sum_lanes(const Vec (&v)[width]) {
+  KVONCE_INLINE static Vec sum_lanes(const Vec (&v)[width]) {
     // Each level halves the vectors: first the 256-bit halves, then the 128-bit quarters, then pairs of lanes.
     Vec half[8];
     KVONCE_UNROLL
@@ -72,7 +72,7 @@ struct Simd {
     _mm256_storeu_ps(b, _mm512_extractf32x8_ps(v, 1));
   }
 
-  static Vec sum_halves(const Vec (&v)[8]) {
+  KVONCE_INLINE static Vec sum_halves(const Vec (&v)[8]) {
     // The 128-bit quarters of each half first, then pairs of lanes.
     Vec quarter[4];
     KVONCE_UNROLL
@@ -85,7 +85,7 @@ struct Simd {
     return _mm512_shuffle_f32x4(sums, sums, _MM_SHUFFLE(3, 1, 2, 0));  // 128-bit quarters stand in order 0, 2, 1, 3
   }
 
-  static void store_half_sums(float* p, const Vec (&v)[8], float scale) {
+  KVONCE_INLINE static void store_half_sums(float* p, const Vec (&v)[8], float scale) {
     store(p, mul(sum_halves(v), broadcast(scale)));
   }
 
@@ -105,8 +105,8 @@ struct Simd {
     return v;
   }
 
-  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-  static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+  KVONCE_INLINE static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  KVONCE_INLINE static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
   template <KvFormat format>
   struct Elements;

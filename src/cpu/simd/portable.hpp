@@ -105,8 +105,8 @@ struct Simd {
     return v;
   }
 
-  static void prefetch(const void* p) { __builtin_prefetch(p); }
-  static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+  KVONCE_INLINE static void prefetch(const void* p) { __builtin_prefetch(p); }
+  KVONCE_INLINE static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
   template <KvFormat format>
   struct Elements;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cpu/simd/unroll.hpp"
 #include "shared/token_range.h"
 
 namespace kvonce::cpu {
@@ -47,7 +48,7 @@ class StepPrefetcher {
   }
 
   /// So many bytes of the current step were worked on.
-  void advance(std::int64_t bytes) {
+  KVONCE_INLINE void advance(std::int64_t bytes) {
     for (due_bytes_ += bytes; due_bytes_ >= bytes_per_turn_; due_bytes_ -= bytes_per_turn_) {
       if (pieces_left_ == 0) return;
       if (into_l2_) {
