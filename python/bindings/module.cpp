@@ -69,8 +69,8 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, std::optional<float>
   problem.softcap = softcap;
   problem.has_sinks = !sinks.is_none();
   problem.v_is_k_prefix = v_is_k_prefix;
-  BoundPlan plan(problem, choices);
-  return plan.run(q, q_array, k_array, v_array, kv_lens, kv_starts, sinks, out, return_lse);
+  const std::shared_ptr<BoundPlan> plan = find_plan(problem, choices);
+  return plan->run(q, q_array, k_array, v_array, kv_lens, kv_starts, sinks, out, return_lse);
 }
 
 void bind_plan(nb::module_& module) {

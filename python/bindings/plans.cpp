@@ -1,6 +1,11 @@
 #include "plans.hpp"
 
-#include <array>
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <limits>
+#include <list>
+#include <type_traits>
 #include <utility>
 
 namespace kvonce::python {
@@ -28,6 +33,46 @@ Plan make(const Problem& problem, const Choices& choices) {
     options.policy_file = std::make_shared<const PolicyFile>(load_policy_file(*choices.policy));
   }
   return make_plan(problem, device, options);
+}
+
+/// Everything that decides a plan, as bytes that are equal for equal values.
+class Key {
+ public:
+  template <typename T>
+  Key& add(const T& value) {
+    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>);
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    return *this;
+  }
+  template <typename T>
+  Key& add(const std::optional<T>& value) {
+    add(value.has_value());
+    return value ? add(*value) : *this;
+  }
+  Key& add(const std::string& text) {
+    add(text.size());
+    bytes_ += text;
+    return *this;
+  }
+  Key& add_environment(const char* name) {
+    const char* text = std::getenv(name);
+    return add(text == nullptr ? std::optional<std::string>() : std::optional<std::string>(text));
+  }
+  [[nodiscard]] const std::string& bytes() const noexcept { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+Key key_of(const Problem& p, const Choices& choices) {
+  Key key;
+  key.add(p.num_seqs).add(p.q_len).add(p.num_q_heads).add(p.num_kv_heads).add(p.head_dim_qk).add(p.head_dim_v);
+  key.add(p.max_kv_len).add(p.q_dtype).add(p.out_dtype).add(p.k_format).add(p.v_format).add(p.v_is_k_prefix);
+  key.add(p.scale).add(p.causal).add(p.window).add(p.softcap).add(p.has_sinks);
+  key.add(choices.chunk_tokens).add(choices.threads).add(choices.target).add(choices.policy);
+  if (!choices.target) key.add_environment("KVONCE_CPU_TARGET");
+  if (!choices.threads) key.add_environment("KVONCE_NUM_THREADS");
+  return key;
 }
 
 void require_shape(const Array& array, const char* name, const std::vector<std::int64_t>& allowed) {
@@ -66,6 +111,31 @@ KvFormat parse_format(std::string_view name, const char* argument) {
     if (name == to_string(format)) return format;
   }
   return static_cast<KvFormat>(parse_dtype(name, argument));  // they agree in order
+}
+
+std::shared_ptr<BoundPlan> find_plan(Problem problem, const Choices& choices) {
+  constexpr std::size_t kMaxPlans = 64;
+  static std::list<std::pair<std::string, std::shared_ptr<BoundPlan>>> plans;  // the latest first; the GIL guards it
+  if (problem.max_kv_len > 0) {
+    const auto step = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(problem.max_kv_len)) / 8);
+    const std::int64_t round = std::max<std::int64_t>(step, 1);
+    problem.max_kv_len =
+        std::max(problem.max_kv_len, std::min<std::int64_t>((problem.max_kv_len + round - 1) / round * round,
+                                                            std::numeric_limits<std::int32_t>::max()));
+  }
+  if (choices.policy && choices.policy->find('=') == std::string::npos) {  // a file may change
+    return std::make_shared<BoundPlan>(problem, choices);
+  }
+  const Key key = key_of(problem, choices);
+  const auto found =
+      std::find_if(plans.begin(), plans.end(), [&](const auto& plan) { return plan.first == key.bytes(); });
+  if (found != plans.end()) {
+    plans.splice(plans.begin(), plans, found);
+  } else {
+    plans.emplace_front(key.bytes(), std::make_shared<BoundPlan>(problem, choices));
+    if (plans.size() > kMaxPlans) plans.pop_back();
+  }
+  return plans.front().second;
 }
 
 BoundPlan::BoundPlan(const Problem& problem, const Choices& choices) : plan_(make(problem, choices)) {}

@@ -27,6 +27,12 @@ DType parse_dtype(std::string_view name, const char* argument);
 /// The names of parse_dtype and those of KvFormat.
 KvFormat parse_format(std::string_view name, const char* argument);
 
+class BoundPlan;
+
+/// The plan of a call without one, made by an earlier call of the same problem and choices if that is not long ago.
+/// Made for a max_kv_len that may be up to an eighth above problem.max_kv_len, so that a growing cache finds it again.
+std::shared_ptr<BoundPlan> find_plan(Problem problem, const Choices& choices);
+
 class BoundPlan {
  public:
   BoundPlan(const Problem& problem, const Choices& choices);

@@ -46,7 +46,7 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
 
     Returns out, an array of q's kind; with return_lse (out, lse), lse float32 [num_seqs, num_q_heads, q_len], the
     natural logarithm of the sum of exponentials. A row that sees no key has out 0 and lse -inf. Other threads of Python
-    run meanwhile.
+    run meanwhile. The plan of an earlier call is used again, also for a cache that has grown a little.
     """
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
                         _dtype_name(out_dtype), return_lse, _core.Choices(chunk_tokens, threads, target, policy))
@@ -58,8 +58,8 @@ def merge(outs, lses):
     outs: [num_parts, ..., head_dim_v] or a list of [..., head_dim_v], float32.
     lses: [num_parts, ...] or a list of [...], float32, natural logarithms; -inf is a part without keys.
 
-    Returns (out, lse) of one part's shape. Parts join in order: the same parts give the same bits. Only one part of a row
-    may have had the row's sink.
+    Returns (out, lse) of one part's shape. Parts join in order: the same parts give the same bits. Only one part of a
+    row may have had the row's sink.
     """
     return _core.merge(outs, lses)
 

@@ -1,7 +1,9 @@
 """kvonce.attend on NumPy arrays is attention, whatever the geometry, the lengths and the options."""
+import os
 import threading
 import time
 import unittest
+import unittest.mock
 
 import kvonce
 import numpy
@@ -94,6 +96,23 @@ class AttendTest(unittest.TestCase):
         v = k[..., :512]
         out = kvonce.attend(q, k, v, v_is_k_prefix=True)
         self.assertLess(error(out, attention(q, k, v)[0]), TOLERANCE["bfloat16"])
+
+    def test_a_growing_cache(self):
+        q, k, v = tensors(num_seqs=2, kv_len=700)
+        for kv_len in (*range(1, 40), *range(600, 701, 9)):
+            out, lse = kvonce.attend(q, k[:, :, :kv_len], v[:, :, :kv_len], return_lse=True)
+            expected, expected_lse = attention(q, k[:, :, :kv_len], v[:, :, :kv_len])
+            self.assertLess(error(out, expected), TOLERANCE["float32"])
+            numpy.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+    def test_the_environment_counts_at_every_call(self):
+        arrays = tensors()
+        kvonce.attend(*arrays)
+        for name in ("KVONCE_CPU_TARGET", "KVONCE_NUM_THREADS"):
+            with unittest.mock.patch.dict(os.environ, {name: "none"}):
+                with self.assertRaisesRegex(ValueError, f"^{name}: got"):
+                    kvonce.attend(*arrays)
+        kvonce.attend(*arrays)
 
     def test_threads_change_no_bit(self):
         arrays = tensors(kv_len=5000, num_q_heads=12, num_kv_heads=3)
