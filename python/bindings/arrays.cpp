@@ -6,6 +6,8 @@
 #include <limits>
 #include <memory>
 
+#include "exchange.hpp"
+
 namespace kvonce::python {
 namespace {
 
@@ -154,22 +156,32 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
 
 Array import_array(nb::handle object, const char* name, bool writable) {
   refuse_gradients(object, name);
-  const nb::object integers = as_integers_if_bfloat16(object);
-  const bool is_bfloat16 = integers.is_valid();
   Array array;
-  array.owner = import_memory(is_bfloat16 ? nb::handle(integers) : object, name, writable);
-  const nb::dlpack::dtype dtype = array.owner.dtype();
-  if (is_bfloat16 || dtype == to_dlpack(DType::bf16)) {
+  nb::dlpack::dtype dtype;
+  nb::dlpack::dltensor tensor;
+  if (!is_numpy(object) && import_by_exchange_api(object, tensor) &&
+      tensor.device.device_type == nb::device::cpu::value && (tensor.strides != nullptr || tensor.ndim == 0)) {
+    array.owner = nb::borrow(object);
+    dtype = tensor.dtype;
+    array.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+    array.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
+    array.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
+  } else {
+    const nb::object integers = as_integers_if_bfloat16(object);
+    array.memory = import_memory(integers.is_valid() ? nb::handle(integers) : object, name, writable);
+    dtype = integers.is_valid() ? to_dlpack(DType::bf16) : array.memory.dtype();
+    array.data = const_cast<void*>(array.memory.data());  // written only when imported as writable
+    for (std::size_t i = 0; i < array.memory.ndim(); ++i) {
+      array.shape.push_back(static_cast<std::int64_t>(array.memory.shape(i)));
+      array.strides.push_back(array.memory.stride(i));
+    }
+  }
+  if (dtype == to_dlpack(DType::bf16)) {
     array.dtype = DType::bf16;
   } else if (dtype == to_dlpack(DType::f16)) {
     array.dtype = DType::f16;
   } else if (dtype != to_dlpack(DType::f32)) {
     refuse(name, dlpack_text(dtype), "float32, float16, bfloat16");
-  }
-  array.data = const_cast<void*>(array.owner.data());  // written only when imported as writable
-  for (std::size_t i = 0; i < array.owner.ndim(); ++i) {
-    array.shape.push_back(static_cast<std::int64_t>(array.owner.shape(i)));
-    array.strides.push_back(array.owner.stride(i));
   }
   const std::uintptr_t element_bytes = array.dtype == DType::f32 ? 4 : 2;
   if (reinterpret_cast<std::uintptr_t>(array.data) % element_bytes != 0) {

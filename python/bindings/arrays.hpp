@@ -23,7 +23,8 @@ std::string shape_text(const std::vector<std::int64_t>& shape);
 
 /// An array in CPU memory, kept alive while this exists.
 struct Array {
-  nb::ndarray<nb::ro> owner;  // what the memory belongs to
+  nb::ndarray<nb::ro> memory;  // keeps the memory, or invalid:
+  nb::object owner;            // the array itself does, which DLPack's C exchange API described
   void* data = nullptr;
   DType dtype = DType::f32;
   std::vector<std::int64_t> shape;

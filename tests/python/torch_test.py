@@ -1,5 +1,6 @@
 """torch tensors in, torch tensors out. Skipped where torch is not installed."""
 import unittest
+import unittest.mock
 
 import kvonce
 from oracle import TOLERANCE, attention, error
@@ -38,6 +39,14 @@ class TorchTest(unittest.TestCase):
         packed = torch.stack((k, v)).transpose(2, 3).contiguous().transpose(2, 3)
         out = kvonce.attend(q, packed[0], packed[1])
         self.assertTrue(torch.allclose(out, kvonce.attend(q, k, v), rtol=1e-4, atol=1e-6))
+
+    def test_tensors_cross_by_the_c_exchange_api(self):
+        if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+            self.skipTest(f"torch {torch.__version__} does not offer it")
+        arrays = self.tensors(torch.bfloat16)
+        expected = kvonce.attend(*arrays)
+        with unittest.mock.patch.object(torch.Tensor, "__dlpack__", side_effect=AssertionError("called")):
+            self.assertTrue(torch.equal(kvonce.attend(*arrays), expected))
 
     def test_merge_and_plan(self):
         q, k, v = self.tensors(torch.float32)
