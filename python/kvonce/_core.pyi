@@ -1,6 +1,6 @@
 from typing import Any, Literal, Sequence, TypeVar, overload
 
-Array = TypeVar("Array")
+_Array = TypeVar("_Array")
 
 class Device:
     @property
@@ -18,13 +18,13 @@ class Device:
 
 class Plan:
     @overload
-    def attend(self, q: Array, k: Any, v: Any, *, kv_lens: Any | Sequence[int] | None = None,
+    def attend(self, q: _Array, k: Any, v: Any, *, kv_lens: Any | Sequence[int] | None = None,
                kv_starts: Any | Sequence[int] | None = None, sinks: Any | Sequence[float] | None = None,
-               out: Any | None = None, return_lse: Literal[False] = False) -> Array: ...
+               out: Any | None = None, return_lse: Literal[False] = False) -> _Array: ...
     @overload
-    def attend(self, q: Array, k: Any, v: Any, *, kv_lens: Any | Sequence[int] | None = None,
+    def attend(self, q: _Array, k: Any, v: Any, *, kv_lens: Any | Sequence[int] | None = None,
                kv_starts: Any | Sequence[int] | None = None, sinks: Any | Sequence[float] | None = None,
-               out: Any | None = None, return_lse: Literal[True]) -> tuple[Array, Array]: ...
+               out: Any | None = None, return_lse: Literal[True]) -> tuple[_Array, Any]: ...
     def explain(self) -> str: ...
     @property
     def kernel_id(self) -> str: ...
@@ -49,7 +49,7 @@ class Choices:
 
 def version() -> str: ...
 def devices() -> list[Device]: ...
-def attend(q: Array, k: Any, v: Any, scale: float | None, causal: bool, window: int | None, softcap: float, sinks: Any,
+def attend(q: _Array, k: Any, v: Any, scale: float | None, causal: bool, window: int | None, softcap: float, sinks: Any,
            kv_lens: Any, kv_starts: Any, v_is_k_prefix: bool, out: Any, out_dtype: str | None, return_lse: bool,
            choices: Choices) -> Any: ...
 def merge(outs: Any, lses: Any) -> tuple[Any, Any]: ...
