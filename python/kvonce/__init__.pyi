@@ -27,10 +27,10 @@ def merge(outs: Sequence[_Array], lses: Sequence[Any]) -> tuple[_Array, Any]: ..
 def merge(outs: _Array, lses: Any) -> tuple[_Array, Any]: ...
 def plan(num_q_heads: int, num_kv_heads: int, head_dim_qk: int, max_kv_len: int, *, num_seqs: int = 1,
          q_len: int = 1, head_dim_v: int | None = None, q_dtype: _DType = "float32", k_format: _DType | None = None,
-         v_format: _DType | None = None, out_dtype: _DType | None = None, scale: float | None = None, causal: bool = True,
-         window: int | None = 0, softcap: float = 0.0, has_sinks: bool = False, v_is_k_prefix: bool = False,
-         chunk_tokens: int | None = None, threads: int | None = None, target: str | None = None,
-         policy: str | None = None) -> Plan: ...
+         v_format: _DType | None = None, out_dtype: _DType | None = None, scale: float | None = None,
+         causal: bool = True, window: int | None = 0, softcap: float = 0.0, has_sinks: bool = False,
+         v_is_k_prefix: bool = False, chunk_tokens: int | None = None, threads: int | None = None,
+         target: str | None = None, policy: str | None = None) -> Plan: ...
 def explain(num_q_heads: int, num_kv_heads: int, head_dim_qk: int, max_kv_len: int, *, num_seqs: int = 1,
             q_len: int = 1, head_dim_v: int | None = None, q_dtype: _DType = "float32", k_format: _DType | None = None,
             v_format: _DType | None = None, out_dtype: _DType | None = None, scale: float | None = None,
