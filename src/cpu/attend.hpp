@@ -132,8 +132,8 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
 
 /// K rows of tokens [token, token + count); past the last token its row again.
 template <class S, class Stored, int count>
-KVONCE_INLINE inline void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token, std::int64_t num_tokens,
-               const Stored* (&row)[count]) {
+KVONCE_INLINE inline void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token,
+                                    std::int64_t num_tokens, const Stored* (&row)[count]) {
   if (token + count <= num_tokens) {
     row[0] = k + token * token_stride;
     for (int j = 1; j < count; ++j) row[j] = row[j - 1] + token_stride;
