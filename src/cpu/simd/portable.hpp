@@ -18,7 +18,8 @@
 //   any_greater(a, b)                  true when a > b in some lane
 //   sum_lanes(v)                       lane i of the result is the sum of the lanes of v[i]
 //   max_across<period>                 every lane gets the maximum over the lanes that are equal to it modulo period
-//   prefetch, prefetch_l2              one cache line into the nearest cache, or into L2; never faults
+//   prefetch, prefetch_l2              one cache line into the nearest cache, or into L2; never faults. Inlined by force: gcc
+//                                      drops calls of a function that does nothing else
 //   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors
 //   store_as<dtype>(p, v, count)       the first count lanes rounded to dtype
 #pragma once
