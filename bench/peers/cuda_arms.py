@@ -87,13 +87,13 @@ class Kvonce:
     """Through the C ABI. In a chain also with earlier_kv_ready."""
 
     def __init__(self, path):
-        self.library = kvonce_abi.Library(path)
-        self.versions = {"kvonce": self.library.version}
+        self.kvonce = kvonce_abi.Library(path)
+        self.versions = {"kvonce": self.kvonce.version}
 
     def forms(self, step, in_chain):
         layout = Layout("HND")
         for early in (False, True) if in_chain else (False,):
-            decode = kvonce_abi.Decode(self.library, step.q_heads, step.kv_heads, step.dim, step.kv_len, "bf16",
+            decode = kvonce_abi.Decode(self.kvonce, step.q_heads, step.kv_heads, step.dim, step.kv_len, "bf16",
                                        out_dtype="bf16", target="cuda", earlier_kv_ready=early)
             yield Form("kvonce_early" if early else "kvonce", decode.kernel, layout,
                        lambda decode=decode: self.attend(step, layout, decode))

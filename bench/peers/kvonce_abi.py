@@ -113,7 +113,7 @@ class Decode:
     def __init__(self, library, num_q_heads, num_kv_heads, head_dim, kv_len, dtype, *, out_dtype="f32", target=None,
                  threads=0, earlier_kv_ready=False):
         lib = library.lib
-        self.library, self.num_q_heads, self.head_dim, self.kv_len = library, num_q_heads, head_dim, kv_len
+        self.kvonce, self.num_q_heads, self.head_dim, self.kv_len = library, num_q_heads, head_dim, kv_len
         problem = library.init(lib.kvonce_problem_init, CProblem())
         problem.num_q_heads, problem.num_kv_heads = num_q_heads, num_kv_heads
         problem.head_dim_qk, problem.max_kv_len = head_dim, kv_len
@@ -134,7 +134,7 @@ class Decode:
 
     def inputs(self, q, k, v):
         """Of the addresses of q, K and V, whose memory the caller keeps."""
-        inputs = self.library.init(self.library.lib.kvonce_inputs_init, CInputs())
+        inputs = self.kvonce.init(self.kvonce.lib.kvonce_inputs_init, CInputs())
         inputs.q = CTensor(q, self.num_q_heads * self.head_dim, self.head_dim, self.num_q_heads * self.head_dim)
         for name, data in (("k", k), ("v", v)):
             setattr(inputs, name, CTensor(data, 0, self.kv_len * self.head_dim, self.head_dim))
@@ -142,23 +142,23 @@ class Decode:
 
     def outputs(self, out):
         """Of the address of [num_q_heads, head_dim]."""
-        outputs = self.library.init(self.library.lib.kvonce_outputs_init, COutputs())
+        outputs = self.kvonce.init(self.kvonce.lib.kvonce_outputs_init, COutputs())
         outputs.out = out
         outputs.out_seq_stride = outputs.out_token_stride = self.num_q_heads * self.head_dim
         outputs.out_head_stride = self.head_dim
         return outputs
 
     def context(self, cuda_stream):
-        context = self.library.init(self.library.lib.kvonce_context_init, CContext())
+        context = self.kvonce.init(self.kvonce.lib.kvonce_context_init, CContext())
         context.cuda_stream = cuda_stream
         return context
 
     def prepare_workspace(self, workspace, context):
-        self.library.check(self.library.lib.kvonce_prepare_workspace(self.plan, workspace, self.workspace_bytes,
+        self.kvonce.check(self.kvonce.lib.kvonce_prepare_workspace(self.plan, workspace, self.workspace_bytes,
                                                                      ctypes.byref(context)))
 
     def attend(self, inputs, outputs, workspace, context=None):
         """workspace: the address of workspace_bytes."""
-        self.library.check(self.library.lib.kvonce_attend(
+        self.kvonce.check(self.kvonce.lib.kvonce_attend(
             self.plan, ctypes.byref(inputs), ctypes.byref(outputs), workspace, self.workspace_bytes,
             None if context is None else ctypes.byref(context)))

@@ -11,7 +11,7 @@ struct MmaChoice {
   int head_dim_qk;
   int head_dim_v;
   int row_tiles;   // of 8 rows: 1, 2 or 4
-  bool plain;      // plain decode: Known in merge.cuh
+  bool plain;      // plain decode: Known in partial.cuh
   bool one_step;   // no warp has more than one step; only with plain
   int step_tiles;  // a warp's step, of 16 tokens
   int warps;

@@ -109,7 +109,7 @@ struct AttendParams {
   std::int64_t lse_token;
 };
 
-/// Rows that plain decode (Known in merge.cuh) takes at most, and has room for in shared memory.
+/// Rows that plain decode (Known in partial.cuh) takes at most, and has room for in shared memory.
 constexpr std::int32_t kPlainRows = 8;
 
 /// Token tiles that a block takes at least before another one is used: one for each of its warps. H200, 32q/4kv d128, 2,048

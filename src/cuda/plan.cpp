@@ -183,7 +183,7 @@ bool fits_shared(std::int64_t rows, const Problem& p, const Device& device) {
   return device.l1_bytes == 0 || bytes <= device.l1_bytes;
 }
 
-/// Chooses the instance for plain decode where there is one (Known in merge.cuh).
+/// Chooses the instance for plain decode where there is one (Known in partial.cuh).
 void choose_plain(KernelShape& s, const Problem& p, std::int64_t rows) {
   if (p.q_len != 1 || p.window != 0 || p.has_sinks || s.split_tokens != 0 || rows > kPlainRows ||
       static_cast<int>(p.out_dtype) != static_cast<int>(p.k_format) ||

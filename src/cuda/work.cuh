@@ -72,7 +72,7 @@ __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) 
   w.tile_end = w.tile_begin + share + (w.split < rest ? 1 : 0);
 }
 
-/// kPlain: Known in merge.cuh.
+/// kPlain: Known in partial.cuh.
 template <Join kJoin, bool kPlain>
 __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
   BlockWork w;
