@@ -1,5 +1,6 @@
 // What the CUDA backend serves and how: refusals, kernels, splits, joins, workspace. Integers only.
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "core/refuse.hpp"
@@ -183,28 +184,29 @@ bool fits_shared(std::int64_t rows, const Problem& p, const Device& device) {
   return device.l1_bytes == 0 || bytes <= device.l1_bytes;
 }
 
-/// Chooses the instance for plain decode where there is one (Known in partial.cuh).
-void choose_plain(KernelShape& s, const Problem& p, std::int64_t rows) {
+/// The instance for plain decode where there is one (Known in partial.cuh).
+std::optional<MmaInstance> choose_plain(const KernelShape& s, const MmaInstance& general, const Problem& p,
+                                        std::int64_t rows) {
   if (p.q_len != 1 || p.window != 0 || p.has_sinks || s.split_tokens != 0 || rows > kPlainRows ||
       static_cast<int>(p.out_dtype) != static_cast<int>(p.k_format) ||
       !has_plain(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v))) {
-    return;
+    return std::nullopt;
   }
-  s.plain = true;
-  s.place_rows = kPlainRows;
-  s.step_tiles = step_tiles(static_cast<int>(p.head_dim_qk));
+  MmaInstance plain = general;
+  plain.plain = true;
   // A body without a loop where every warp has one step at most, at this length and at shorter ones: kMinTiles fit always.
   static_assert(kMinTiles <= 4 * 2);
   const std::int32_t tiles = s.share_tiles + (s.share_rest > 0 ? 1 : 0);
   const auto one_step = [&](int warps, int step) {
-    if (s.join == kJoinFew || s.one_step || tiles > warps * step) return;
-    s.one_step = true;
-    s.warps = warps;
-    s.step_tiles = step;
+    if (s.join == kJoinFew || plain.one_step || tiles > warps * step) return;
+    plain.one_step = true;
+    plain.warps = warps;
+    plain.step_tiles = step;
   };
   one_step(4, 2);
   one_step(kWarps, 2);
   if (p.head_dim_qk == 64) one_step(kWarps, 4);
+  return plain;
 }
 
 class Layout {
@@ -290,8 +292,14 @@ void plan(core::PlanData& data, const PlanOptions& options) {
                                           : "0 (choose) or 8 for these head dims");
     }
     plan->mma = shape_for(p, data.device, options.policy, rows, tile, true);
-    plan->mma.row_tiles = static_cast<int>(tile / kMmaRows);
-    choose_plain(plan->mma, p, rows);
+    plan->instance.join = plan->mma.join;
+    plan->instance.head_dim_qk = static_cast<int>(p.head_dim_qk);
+    plan->instance.head_dim_v = static_cast<int>(p.head_dim_v);
+    plan->instance.row_tiles = static_cast<int>(tile / kMmaRows);
+    plan->instance.warps = kWarps;
+    plan->instance.step_tiles = step_tiles(static_cast<int>(p.head_dim_qk));
+    plan->plain = choose_plain(plan->mma, plan->instance, p, rows);
+    if (plan->plain) plan->mma.place_rows = kPlainRows;
   } else {
     if (options.policy.row_tile > 0 && options.policy.row_tile != tile) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(options.policy.row_tile),
@@ -306,7 +314,7 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   const KernelShape& chosen = plan->mma.exists ? plan->mma : plan->generic;
   data.kernel_id =
       prefix + (plan->mma.exists ? "d" + std::to_string(p.head_dim_qk) + "x" + std::to_string(p.head_dim_v) + "_r" +
-                                       std::to_string(tile) + (plan->mma.plain ? "_plain" : "")
+                                       std::to_string(tile) + (plan->plain ? "_plain" : "")
                                  : "dany_r" + std::to_string(tile));
   data.row_blocks = chosen.row_blocks;
   data.max_chunks = chosen.num_splits;
