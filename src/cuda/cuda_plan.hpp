@@ -23,6 +23,10 @@ constexpr int most_row_tiles(int head_dim_qk, int head_dim_v) {
   return head_dim_qk % 32 == 0 ? 4 : 2;
 }
 
+/// Head dims whose outputs leave no registers for K and V: those are staged in shared memory, for as many warps as fit.
+constexpr bool is_staged(int head_dim_qk, int head_dim_v) { return head_dim_qk > 256 || head_dim_v > 256; }
+constexpr int mma_warps(int head_dim_qk, int head_dim_v) { return is_staged(head_dim_qk, head_dim_v) ? 4 : kWarps; }
+
 /// Token tiles of a warp's step. Enough bytes in flight take 32 tokens where rows are short: 64 KB of K and V for the 8 warps
 /// of a block. H200, 64q/8kv d64, 131,072 tokens: 73.3 us with 16 tokens, 66.6 us with 32.
 constexpr int step_tiles(int head_dim_qk) { return head_dim_qk <= 64 ? 2 : 1; }

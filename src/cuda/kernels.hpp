@@ -15,6 +15,7 @@ struct MmaInstance {
   bool one_step = false;  // no warp has more than one step; only with plain, never with kJoinFew
   int step_tiles = 1;     // a warp's step, of 16 tokens
   int warps = 0;
+  int kv_bytes = 0;  // of shared memory for staged K and V
 };
 
 /// Null when there is no such instance.

@@ -10,13 +10,14 @@ namespace kvonce::cuda {
 template <typename T, int kDimQk, int kDimV, int kRowTiles, Join kJoin>
 const void* general_address() {
   return reinterpret_cast<const void*>(
-      &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), kJoin, false, Known<kWarps>>);
+      &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), is_staged(kDimQk, kDimV), kJoin, false,
+                  Known<mma_warps(kDimQk, kDimV)>>);
 }
 
 template <typename T, int kDim, Join kJoin, int kTiles, bool kOneStep, int kBlockWarps>
 const void* plain_instance() {
   return reinterpret_cast<const void*>(
-      &attend_mma<T, kDim, kDim, 1, kTiles, kJoin, kOneStep, Known<kBlockWarps, true, T>>);
+      &attend_mma<T, kDim, kDim, 1, kTiles, false, kJoin, kOneStep, Known<kBlockWarps, true, T>>);
 }
 
 template <typename T, int kDim, Join kJoin>

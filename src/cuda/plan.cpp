@@ -175,13 +175,36 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
   return s;
 }
 
-/// Whether a block's partials of so many rows fit its shared memory; true where that is unknown.
-bool fits_shared(std::int64_t rows, const Problem& p, const Device& device) {
+MmaInstance general_instance(Join join, const Problem& p, std::int64_t row_tiles) {
+  MmaInstance instance;
+  instance.join = join;
+  instance.head_dim_qk = static_cast<int>(p.head_dim_qk);
+  instance.head_dim_v = static_cast<int>(p.head_dim_v);
+  instance.row_tiles = static_cast<int>(row_tiles);
+  instance.step_tiles = step_tiles(instance.head_dim_qk);
+  instance.warps = mma_warps(instance.head_dim_qk, instance.head_dim_v);
+  if (is_staged(instance.head_dim_qk, instance.head_dim_v)) {
+    instance.kv_bytes = instance.warps * stage_bytes(instance.head_dim_qk, instance.head_dim_v, instance.step_tiles);
+  }
+  return instance;
+}
+
+/// Row tiles that a block of the tensor-core kernel takes at most: those whose K, V and partials have room in its shared
+/// memory, where that is known. 0: not even one.
+std::int64_t most_mma_tiles(const Problem& p, const Device& device) {
   constexpr std::int64_t kOther = 12 * 1024;  // q, the system's part
-  LaunchShape shape;
-  const std::int64_t bytes =
-      merge_shared_bytes(shape, kWarps, static_cast<int>(rows), static_cast<int>(p.head_dim_v)) + kOther;
-  return device.l1_bytes == 0 || bytes <= device.l1_bytes;
+  const auto fits = [&](int tiles) {
+    const MmaInstance instance = general_instance(kJoinWorkspace, p, tiles);
+    const std::int64_t bytes = merge_shared_bytes(LaunchShape(), instance.warps, static_cast<int>(kMmaRows) * tiles,
+                                                  instance.head_dim_v, instance.kv_bytes);
+    return device.l1_bytes == 0 || bytes + kOther <= device.l1_bytes;
+  };
+  const auto dim_qk = static_cast<int>(p.head_dim_qk);
+  const auto dim_v = static_cast<int>(p.head_dim_v);
+  if (is_staged(dim_qk, dim_v) && !has_clusters(device)) return 0;  // nor bulk copies
+  int tiles = most_row_tiles(dim_qk, dim_v);
+  while (tiles > 0 && !fits(tiles)) tiles /= 2;
+  return tiles;
 }
 
 /// The instance for plain decode where there is one (Known in partial.cuh).
@@ -279,11 +302,11 @@ void plan(core::PlanData& data, const PlanOptions& options) {
   std::int64_t generic_rows = 8;  // 8 rows of up to 128 dims, 4 of 256, 2 of 512, 1 of 1024
   for (std::int64_t dim = 128; dim < largest_dim; dim *= 2) generic_rows /= 2;
   std::int64_t tile = generic_rows;
-  if (has_mma(p)) {
-    const std::int64_t most =
-        kMmaRows * most_row_tiles(static_cast<int>(p.head_dim_qk), static_cast<int>(p.head_dim_v));
+  const std::int64_t most_tiles = has_mma(p) ? most_mma_tiles(p, data.device) : 0;
+  if (most_tiles > 0) {
+    const std::int64_t most = kMmaRows * most_tiles;
     tile = kMmaRows;
-    while (tile < most && tile < rows && fits_shared(2 * tile, p, data.device)) tile *= 2;
+    while (tile < most && tile < rows) tile *= 2;
     if (options.policy.row_tile > 0) tile = options.policy.row_tile;
     if (tile > most || (tile != kMmaRows && tile != 2 * kMmaRows && tile != 4 * kMmaRows)) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(tile),
@@ -292,12 +315,7 @@ void plan(core::PlanData& data, const PlanOptions& options) {
                                           : "0 (choose) or 8 for these head dims");
     }
     plan->mma = shape_for(p, data.device, options.policy, rows, tile, true);
-    plan->instance.join = plan->mma.join;
-    plan->instance.head_dim_qk = static_cast<int>(p.head_dim_qk);
-    plan->instance.head_dim_v = static_cast<int>(p.head_dim_v);
-    plan->instance.row_tiles = static_cast<int>(tile / kMmaRows);
-    plan->instance.warps = kWarps;
-    plan->instance.step_tiles = step_tiles(static_cast<int>(p.head_dim_qk));
+    plan->instance = general_instance(plan->mma.join, p, tile / kMmaRows);
     plan->plain = choose_plain(plan->mma, plan->instance, p, rows);
     if (plan->plain) plan->mma.place_rows = kPlainRows;
   } else {
@@ -307,7 +325,8 @@ void plan(core::PlanData& data, const PlanOptions& options) {
     }
     std::string dims;
     for (const Dims& d : kMmaDims) dims += " " + std::to_string(d.qk) + (d.v != d.qk ? "x" + std::to_string(d.v) : "");
-    data.rejected.push_back(prefix + "mma: serves q, K and V of one 16-bit type, head dims" + dims);
+    data.rejected.push_back(prefix + "mma: serves q, K and V of one 16-bit type, head dims" + dims +
+                            (has_mma(p) ? ", these not on this device" : ""));
   }
   plan->generic = shape_for(p, data.device, options.policy, rows, generic_rows, false);
 

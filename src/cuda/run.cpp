@@ -171,10 +171,9 @@ void allow(const void* kernel, int shared_bytes, int cluster_blocks) {
   }
 }
 
-void launch(const core::PlanData& data, const void* kernel, int warps, int shared_rows, AttendParams& a,
+void launch(const core::PlanData& data, const void* kernel, int warps, int shared_bytes, AttendParams& a,
             cudaStream_t stream) {
   const Problem& p = data.problem;
-  const int shared_bytes = merge_shared_bytes(a.shape, warps, shared_rows, a.head_dim_v);
   const bool cluster = a.shape.join == kJoinCluster;
   allow(kernel, shared_bytes, cluster ? a.shape.num_splits : 1);
   cudaLaunchAttribute attributes[2] = {};
@@ -218,10 +217,13 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
     const bool plain = plan.plain.has_value() && a.kv_starts == nullptr && a.vector_out;
     const MmaInstance& instance = plain ? *plan.plain : plan.instance;
     const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(instance) : mma_kernel_f16(instance);
-    launch(data, kernel, instance.warps, plain ? kPlainRows : a.shape.rows_per_block, a, stream);
+    const int shared_bytes = merge_shared_bytes(a.shape, instance.warps, plain ? kPlainRows : a.shape.rows_per_block,
+                                                a.head_dim_v, instance.kv_bytes);
+    launch(data, kernel, instance.warps, shared_bytes, a, stream);
   } else {
     apply(plan.generic, a);
-    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, a.shape.rows_per_block, a, stream);
+    const int shared_bytes = merge_shared_bytes(a.shape, kWarps, a.shape.rows_per_block, a.head_dim_v, 0);
+    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, shared_bytes, a, stream);
   }
 }
 

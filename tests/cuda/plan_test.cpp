@@ -109,12 +109,27 @@ TEST(CudaPlanTest, KernelIdNamesTheKernelForFormatsDimsAndRows) {
   p.q_dtype = DType::f32;
   EXPECT_EQ(id(p), "attend_sm_90_f16_dany_r8");
   p.q_dtype = DType::f16;
-  for (const auto& [dim, rows] : std::vector<std::pair<std::int64_t, int>>{{72, 8}, {136, 4}, {512, 2}, {1024, 1}}) {
+  for (const auto& [dim, rows] : std::vector<std::pair<std::int64_t, int>>{{72, 8}, {136, 4}, {520, 1}, {1024, 1}}) {
     p.head_dim_qk = dim;
     EXPECT_EQ(id(p), "attend_sm_90_f16_dany_r" + std::to_string(rows));
   }
   EXPECT_EQ(std::string(make_plan(bf16_problem(), hopper("sm_120")).kernel_id()),
             "attend_sm_120_bf16_d128x128_r8_plain");
+}
+
+// K and V of more than 256 dims come through shared memory, by copies that exist from sm_90 on.
+TEST(CudaPlanTest, DimsAbove256NeedBulkCopiesAndSharedMemory) {
+  Problem p = bf16_problem(16, 1, 576);
+  p.head_dim_v = 512;
+  const auto id = [&p](const Device& device) { return std::string(make_plan(p, device).kernel_id()); };
+  EXPECT_EQ(id(hopper()), "attend_sm_90_bf16_d576x512_r8");
+  EXPECT_GT(cuda_plan(make_plan(p, hopper())).instance.kv_bytes, 4 * 16 * (576 + 512) * 2);
+  EXPECT_EQ(id(hopper("sm_80")), "attend_sm_80_bf16_dany_r1");
+  Device small = hopper("sm_120");
+  small.l1_bytes = 100 * 1024;
+  EXPECT_EQ(id(small), "attend_sm_120_bf16_dany_r1");
+  EXPECT_NE(make_plan(p, small).explain().find("not on this device"), std::string::npos)
+      << make_plan(p, small).explain();
 }
 
 TEST(CudaPlanTest, EveryListedTensorCoreKernelIsChosen) {
