@@ -108,8 +108,9 @@ void finish_shape(KernelShape& s, const Problem& p, bool tensor_cores) {
   const auto row_elements = static_cast<std::int32_t>(p.head_dim_v / 4);
   s.splits_magic = divide_magic(s.num_splits);
   s.place_rows = s.rows_per_block;
-  if (tensor_cores && s.join == kJoinWorkspace && s.num_splits > 1 && s.num_splits <= kFewSplits &&
-      slices_of(elements) > std::min(s.join_blocks, s.num_splits)) {
+  // Not with splits of a given size: the order of adding would depend on how many the longest sequence has.
+  if (tensor_cores && s.split_tokens == 0 && s.join == kJoinWorkspace && s.num_splits > 1 &&
+      s.num_splits <= kFewSplits && slices_of(elements) > std::min(s.join_blocks, s.num_splits)) {
     s.join = kJoinFew;
   }
   s.slice_rows =

@@ -180,6 +180,9 @@ TEST(CudaPlanTest, FewSplitsJoinInAWayOfTheirOwn) {
   EXPECT_EQ(cuda_plan(make_plan(p, hopper(), with("splits=1"))).mma.join, kJoinWorkspace);
   EXPECT_EQ(cuda_plan(make_plan(p, hopper(), with("splits=5"))).mma.join, kJoinWorkspace);
   EXPECT_EQ(cuda_plan(make_plan(bf16_problem(1, 32), hopper())).mma.join, kJoinWorkspace) << "one slice each";
+  const Plan chunks = make_plan(p, hopper(), with("chunk_tokens=2048"));
+  EXPECT_EQ(cuda_plan(chunks).mma.num_splits, 2);
+  EXPECT_EQ(cuda_plan(chunks).mma.join, kJoinWorkspace) << "a row's bits would depend on the capacity";
 }
 
 TEST(CudaPlanTest, PlainDecodeHasInstancesOfItsOwn) {
