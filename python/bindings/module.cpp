@@ -1,6 +1,7 @@
 // kvonce._core: what kvonce/__init__.py calls, which has the docstrings. Arguments are positional but for Plan.attend.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -150,32 +151,30 @@ NB_MODULE(_core, module) {
              nb::arg("kv_lens").none(), nb::arg("kv_starts").none(), nb::arg("v_is_k_prefix"), nb::arg("out").none(),
              nb::arg("out_dtype"), nb::arg("return_lse"), nb::arg("choices"));
   module.def("merge", &kvonce::python::merge, nb::arg("outs").none(), nb::arg("lses").none());
-  module.def(
-      "plan",
-      [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
-         std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v, const std::string& q_dtype,
-         const Text& k_format, const Text& v_format, const Text& out_dtype, std::optional<float> scale, bool causal,
-         std::optional<std::int64_t> window, float softcap, bool has_sinks, bool v_is_k_prefix,
-         const Choices& choices) {
-        kvonce::Problem problem;
-        problem.num_seqs = num_seqs;
-        problem.q_len = q_len;
-        problem.num_q_heads = num_q_heads;
-        problem.num_kv_heads = num_kv_heads;
-        problem.head_dim_qk = head_dim_qk;
-        problem.head_dim_v = head_dim_v.value_or(0);
-        problem.max_kv_len = max_kv_len;
-        problem.q_dtype = kvonce::python::parse_dtype(q_dtype, "q_dtype");
-        problem.k_format = kvonce::python::parse_format(k_format.value_or(q_dtype), "k_format");
-        problem.v_format = v_format ? kvonce::python::parse_format(*v_format, "v_format") : problem.k_format;
-        problem.out_dtype = kvonce::python::parse_dtype(out_dtype.value_or(q_dtype), "out_dtype");
-        problem.scale = scale;
-        problem.causal = causal;
-        problem.window = window.value_or(0);
-        problem.softcap = softcap;
-        problem.has_sinks = has_sinks;
-        problem.v_is_k_prefix = v_is_k_prefix;
-        return new kvonce::python::BoundPlan(problem, choices);
-      },
-      nb::rv_policy::take_ownership);
+  module.def("plan",
+             [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
+                std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v,
+                const std::string& q_dtype, const Text& k_format, const Text& v_format, const Text& out_dtype,
+                std::optional<float> scale, bool causal, std::optional<std::int64_t> window, float softcap,
+                bool has_sinks, bool v_is_k_prefix, const Choices& choices) {
+               kvonce::Problem problem;
+               problem.num_seqs = num_seqs;
+               problem.q_len = q_len;
+               problem.num_q_heads = num_q_heads;
+               problem.num_kv_heads = num_kv_heads;
+               problem.head_dim_qk = head_dim_qk;
+               problem.head_dim_v = head_dim_v.value_or(0);
+               problem.max_kv_len = max_kv_len;
+               problem.q_dtype = kvonce::python::parse_dtype(q_dtype, "q_dtype");
+               problem.k_format = kvonce::python::parse_format(k_format.value_or(q_dtype), "k_format");
+               problem.v_format = v_format ? kvonce::python::parse_format(*v_format, "v_format") : problem.k_format;
+               problem.out_dtype = kvonce::python::parse_dtype(out_dtype.value_or(q_dtype), "out_dtype");
+               problem.scale = scale;
+               problem.causal = causal;
+               problem.window = window.value_or(0);
+               problem.softcap = softcap;
+               problem.has_sinks = has_sinks;
+               problem.v_is_k_prefix = v_is_k_prefix;
+               return kvonce::python::make_bound_plan(problem, choices);
+             });
 }

@@ -1,11 +1,5 @@
 #include "plans.hpp"
 
-#include <algorithm>
-#include <bit>
-#include <cstdlib>
-#include <limits>
-#include <list>
-#include <type_traits>
 #include <utility>
 
 namespace kvonce::python {
@@ -16,63 +10,27 @@ constexpr std::pair<std::string_view, DType> kDtypes[] = {
     {"f32", DType::f32},     {"f16", DType::f16},     {"bf16", DType::bf16},
 };
 
-Plan make(const Problem& problem, const Choices& choices) {
+Device choose_device(const Choices& choices) {
   const int threads = choices.threads.value_or(0);
-  Device device;
-  if (choices.target) {
-    device = cpu_device(*choices.target, threads);
-  } else {
-    device = default_device();
-    if (threads != 0) device = cpu_device(device.target, threads);
-  }
-  PlanOptions options;
-  options.chunk_tokens = choices.chunk_tokens.value_or(0);
-  if (choices.policy && choices.policy->find('=') != std::string::npos) {
-    options.policy = parse_policy(*choices.policy);
-  } else if (choices.policy) {
-    options.policy_file = std::make_shared<const PolicyFile>(load_policy_file(*choices.policy));
-  }
-  return make_plan(problem, device, options);
+  if (choices.target) return cpu_device(*choices.target, threads);
+  const Device device = default_device();
+  return threads == 0 ? device : cpu_device(device.target, threads);
 }
 
-/// Everything that decides a plan, as bytes that are equal for equal values.
-class Key {
- public:
-  template <typename T>
-  Key& add(const T& value) {
-    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>);
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
-    return *this;
-  }
-  template <typename T>
-  Key& add(const std::optional<T>& value) {
-    add(value.has_value());
-    return value ? add(*value) : *this;
-  }
-  Key& add(const std::string& text) {
-    add(text.size());
-    bytes_ += text;
-    return *this;
-  }
-  Key& add_environment(const char* name) {
-    const char* text = std::getenv(name);
-    return add(text == nullptr ? std::optional<std::string>() : std::optional<std::string>(text));
-  }
-  [[nodiscard]] const std::string& bytes() const noexcept { return bytes_; }
+/// Whether the policy is the path of a file, which may be another at each call.
+bool has_policy_file(const Choices& choices) {
+  return choices.policy && choices.policy->find('=') == std::string::npos;
+}
 
- private:
-  std::string bytes_;
-};
-
-Key key_of(const Problem& p, const Choices& choices) {
-  Key key;
-  key.add(p.num_seqs).add(p.q_len).add(p.num_q_heads).add(p.num_kv_heads).add(p.head_dim_qk).add(p.head_dim_v);
-  key.add(p.max_kv_len).add(p.q_dtype).add(p.out_dtype).add(p.k_format).add(p.v_format).add(p.v_is_k_prefix);
-  key.add(p.scale).add(p.causal).add(p.window).add(p.softcap).add(p.has_sinks);
-  key.add(choices.chunk_tokens).add(choices.threads).add(choices.target).add(choices.policy);
-  if (!choices.target) key.add_environment("KVONCE_CPU_TARGET");
-  if (!choices.threads) key.add_environment("KVONCE_NUM_THREADS");
-  return key;
+PlanOptions choose_options(const Choices& choices) {
+  PlanOptions options;
+  options.chunk_tokens = choices.chunk_tokens.value_or(0);
+  if (has_policy_file(choices)) {
+    options.policy_file = std::make_shared<const PolicyFile>(load_policy_file(*choices.policy));
+  } else if (choices.policy) {
+    options.policy = parse_policy(*choices.policy);
+  }
+  return options;
 }
 
 void require_shape(const Array& array, const char* name, const std::vector<std::int64_t>& allowed) {
@@ -113,32 +71,18 @@ KvFormat parse_format(std::string_view name, const char* argument) {
   return static_cast<KvFormat>(parse_dtype(name, argument));  // they agree in order
 }
 
-std::shared_ptr<BoundPlan> find_plan(Problem problem, const Choices& choices) {
-  constexpr std::size_t kMaxPlans = 64;
-  static std::list<std::pair<std::string, std::shared_ptr<BoundPlan>>> plans;  // the latest first; the GIL guards it
-  if (problem.max_kv_len > 0) {
-    const auto step = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(problem.max_kv_len)) / 8);
-    const std::int64_t round = std::max<std::int64_t>(step, 1);
-    problem.max_kv_len =
-        std::max(problem.max_kv_len, std::min<std::int64_t>((problem.max_kv_len + round - 1) / round * round,
-                                                            std::numeric_limits<std::int32_t>::max()));
-  }
-  if (choices.policy && choices.policy->find('=') == std::string::npos) {  // a file may change
-    return std::make_shared<BoundPlan>(problem, choices);
-  }
-  const Key key = key_of(problem, choices);
-  const auto found =
-      std::find_if(plans.begin(), plans.end(), [&](const auto& plan) { return plan.first == key.bytes(); });
-  if (found != plans.end()) {
-    plans.splice(plans.begin(), plans, found);
-  } else {
-    plans.emplace_front(key.bytes(), std::make_shared<BoundPlan>(problem, choices));
-    if (plans.size() > kMaxPlans) plans.pop_back();
-  }
-  return plans.front().second;
+std::shared_ptr<BoundPlan> make_bound_plan(const Problem& problem, const Choices& choices) {
+  return std::make_shared<BoundPlan>(make_plan(problem, choose_device(choices), choose_options(choices)));
 }
 
-BoundPlan::BoundPlan(const Problem& problem, const Choices& choices) : plan_(make(problem, choices)) {}
+std::shared_ptr<BoundPlan> find_plan(const Problem& problem, const Choices& choices) {
+  if (has_policy_file(choices)) return make_bound_plan(problem, choices);
+  static PlanCache& cache = *new PlanCache();  // Python's objects must not outlive Python: never destroyed
+  const std::shared_ptr<CachedPlan> cached = cache.find(problem, choose_device(choices), choose_options(choices));
+  if (cached->attachment == nullptr)
+    cached->attachment = std::make_shared<BoundPlan>(cached->plan);  // the GIL guards it
+  return std::static_pointer_cast<BoundPlan>(cached->attachment);
+}
 
 BoundPlan::Workspace BoundPlan::take_workspace() {
   {

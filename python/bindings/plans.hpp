@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
@@ -29,13 +30,14 @@ KvFormat parse_format(std::string_view name, const char* argument);
 
 class BoundPlan;
 
-/// The plan of a call without one, made by an earlier call of the same problem and choices if that is not long ago.
-/// Made for a max_kv_len that may be up to an eighth above problem.max_kv_len, so that a growing cache finds it again.
-std::shared_ptr<BoundPlan> find_plan(Problem problem, const Choices& choices);
+std::shared_ptr<BoundPlan> make_bound_plan(const Problem& problem, const Choices& choices);
+
+/// The plan of a call without one, from a PlanCache of this process.
+std::shared_ptr<BoundPlan> find_plan(const Problem& problem, const Choices& choices);
 
 class BoundPlan {
  public:
-  BoundPlan(const Problem& problem, const Choices& choices);
+  explicit BoundPlan(Plan plan) : plan_(std::move(plan)) {}
 
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
 
