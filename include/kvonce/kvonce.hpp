@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kvonce/attend.hpp"       // IWYU pragma: export
+#include "kvonce/capture.hpp"      // IWYU pragma: export
 #include "kvonce/plan.hpp"         // IWYU pragma: export
 #include "kvonce/plan_cache.hpp"   // IWYU pragma: export
 #include "kvonce/policy_file.hpp"  // IWYU pragma: export
