@@ -30,9 +30,9 @@ def _without_gradient(tensor):
 
 def _run(return_lse, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap):
     q, k, v, sinks = map(_without_gradient, (q, k, v, sinks))
-    choices = _core.Choices(None, torch.get_num_threads(), None, None)
+    choices = _core.Choices(None, None if q.is_cuda else torch.get_num_threads(), None, None)
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, False, None, None,
-                        return_lse, choices)
+                        return_lse, None, choices)
 
 
 def _attend(q, k, v, *, kv_lens=None, kv_starts=None, sinks=None, scale=None, causal=True, window=0, softcap=0.0):
@@ -51,8 +51,9 @@ def _attend_lse_fake(q, k, v, **_):
     return _attend_fake(q, k, v), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-_library.impl("attend", _attend, "CPU")
-_library.impl("attend.lse", _attend_lse, "CPU")
+for _key in ("CPU", "CUDA"):
+    _library.impl("attend", _attend, _key)
+    _library.impl("attend.lse", _attend_lse, _key)
 torch.library.register_fake("kvonce::attend", _attend_fake, lib=_library)
 torch.library.register_fake("kvonce::attend.lse", _attend_lse_fake, lib=_library)
 
