@@ -226,7 +226,8 @@ Array import_array(nb::handle object, const char* name, bool writable) {
   Array array;
   if (!describe(object, writable, array)) {
     const std::optional<Place> place = place_of(object);
-    refuse(name, "an object of type " + class_name_of(object) + (place && !place->is_cpu() ? " on " + to_string(*place) : ""),
+    refuse(name,
+           "an object of type " + class_name_of(object) + (place && !place->is_cpu() ? " on " + to_string(*place) : ""),
            std::string(kArrays) + (writable ? " that may be written" : ""));
   }
   if (!array.place.is_cpu() && !array.place.is_cuda()) {

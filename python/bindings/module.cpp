@@ -50,12 +50,10 @@ struct AttendOptions {
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions& options, const Choices& choices,
                   const CallArguments& arguments) {
   if (is_foreign_cuda(q)) {
-    const nb::object again =
-        nb::cpp_function([&](nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens, nb::handle kv_starts,
-                             nb::handle sinks, nb::handle out, std::uintptr_t stream) {
-          return attend(q2, k2, v2, options, choices, {kv_lens, kv_starts, sinks, out, arguments.return_lse, stream});
-        });
-    return attend_through_torch(again, q, k, v, arguments);
+    const auto on_tensors = [&](nb::handle q2, nb::handle k2, nb::handle v2, const CallArguments& given) {
+      return attend(q2, k2, v2, options, choices, given);
+    };
+    return attend_through_torch(on_tensors, q, k, v, arguments);
   }
   const Array q_array = import_array(q, "q");
   const Array k_array = import_array(k, "k");

@@ -180,12 +180,20 @@ std::shared_ptr<BoundPlan> find_plan(const Problem& problem, Place place, const 
   return std::static_pointer_cast<BoundPlan>(cached->attachment);
 }
 
-nb::object attend_through_torch(const nb::object& attend, nb::handle q, nb::handle k, nb::handle v,
+nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k, nb::handle v,
                                 const CallArguments& a) {
+  const nb::object attend_tensors = nb::cpp_function(
+      [&attend, return_lse = a.return_lse](nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens,
+                                           nb::handle kv_starts, nb::handle sinks, nb::handle out,
+                                           std::uintptr_t stream) {
+        return attend(q2, k2, v2, {kv_lens, kv_starts, sinks, out, return_lse, stream});
+      },
+      nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("kv_lens").none(), nb::arg("kv_starts").none(),
+      nb::arg("sinks").none(), nb::arg("out").none(), nb::arg("stream"));
   const nb::object stream = a.stream ? nb::object(nb::int_(*a.stream)) : nb::none();
   return nb::module_::import_("kvonce._workspaces")
-      .attr("through_torch")(attend, nb::make_tuple(q, k, v, a.kv_lens, a.kv_starts, a.sinks), a.out, a.return_lse,
-                             stream);
+      .attr("through_torch")(attend_tensors, nb::make_tuple(q, k, v, a.kv_lens, a.kv_starts, a.sinks), a.out,
+                             a.return_lse, stream);
 }
 
 std::vector<std::uintptr_t> released_captures() {
@@ -240,15 +248,7 @@ void BoundPlan::run_on_cuda(const Inputs& inputs, const Outputs& outputs, std::o
 }
 
 nb::object BoundPlan::attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments) {
-  if (is_foreign_cuda(q)) {
-    const nb::object again =
-        nb::cpp_function([this, return_lse = arguments.return_lse](
-                             nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens, nb::handle kv_starts,
-                             nb::handle sinks, nb::handle out, std::uintptr_t stream) {
-          return attend(q2, k2, v2, {kv_lens, kv_starts, sinks, out, return_lse, stream});
-        });
-    return attend_through_torch(again, q, k, v, arguments);
-  }
+  if (is_foreign_cuda(q)) return attend_through_torch(std::bind_front(&BoundPlan::attend, this), q, k, v, arguments);
   return run(q, import_array(q, "q"), import_array(k, "k"), import_array(v, "v"), arguments);
 }
 

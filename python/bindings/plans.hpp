@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -48,8 +49,9 @@ std::shared_ptr<BoundPlan> make_bound_plan(const Problem& problem, Place place, 
 /// The plan of a call without one, from a PlanCache of this process.
 std::shared_ptr<BoundPlan> find_plan(const Problem& problem, Place place, const Choices& choices);
 
-/// attend(q, k, v, kv_lens, kv_starts, sinks, out, stream) on torch tensors of the same memory.
-nb::object attend_through_torch(const nb::object& attend, nb::handle q, nb::handle k, nb::handle v,
+/// Calls attend on torch tensors of the same memory; returns arrays of q's kind.
+using Attend = std::function<nb::object(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments)>;
+nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k, nb::handle v,
                                 const CallArguments& arguments);
 
 class BoundPlan {

@@ -1,6 +1,7 @@
 """Workspaces of plans on CUDA devices, in torch's memory."""
 import concurrent.futures
 import itertools
+import sys
 
 from . import _core
 
@@ -36,7 +37,7 @@ class Workspaces:
         self._spares = []
 
     def take(self, stream, capture):
-        """The workspace for a call on `stream`, which takes part in the graph capture of number `capture`; 0: in none."""
+        """The workspace for a call on `stream`, which is in the graph capture of number `capture`; 0: in none."""
         if capture:
             return self._of_capture.get((capture, stream)) or self._take_for_capture(stream, capture)
         if self._spares and stream in self._of_stream:
@@ -94,7 +95,7 @@ def allocate(num_bytes, ordinal, stream, capturing):
 
 
 def through_torch(attend, arrays, out, return_lse, stream):
-    """attend(*tensors, out, stream) for arrays in CUDA memory that are not torch's, as arrays of the first one's kind.
+    """attend(*tensors, out, stream) of arrays in CUDA memory that are not torch's; results are of q's kind.
 
     Each exporter makes the stream wait for its own work on the array, and whoever takes a result waits for attend: the
     arrays' __dlpack__ gets the stream, as DLPack says. None stays None.
@@ -112,7 +113,8 @@ def through_torch(attend, arrays, out, return_lse, stream):
         return torch.from_dlpack(array) if exports else array
 
     get_namespace = getattr(arrays[0], "__array_namespace__", None)
-    convert = get_namespace().from_dlpack if get_namespace else lambda tensor: tensor
+    package = sys.modules.get(type(arrays[0]).__module__.partition(".")[0])
+    convert = getattr(get_namespace() if get_namespace else package, "from_dlpack", lambda tensor: tensor)
     with torch.cuda.device(ordinal), torch.cuda.stream(on):
         results = attend(*map(to_torch, arrays), to_torch(out), on.cuda_stream)
         results = results if return_lse else (results,)

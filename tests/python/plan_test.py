@@ -57,6 +57,8 @@ class PlanTest(unittest.TestCase):
                 plan.attend(*arrays)
         with self.assertRaisesRegex(ValueError, "^sinks: got a pointer"):
             plan.attend(q, k, v, sinks=[0.0] * 4)
+        with self.assertRaisesRegex(ValueError, "^stream: got 0, allowed: None for CPU memory$"):
+            plan.attend(q, k, v, stream=0)
 
     def test_several_threads_use_one_plan(self):
         plan = kvonce.plan(8, 2, 64, 3000, threads=1)
@@ -85,6 +87,16 @@ class PlanTest(unittest.TestCase):
         text = kvonce.explain(32, 4, 128, 8192, k_format="float16")
         self.assertEqual(text, kvonce.plan(32, 4, 128, 8192, k_format="float16").explain())
         self.assertIn("read factor", text)
+
+    def test_devices_that_are_not_there(self):
+        for name in ("cuda:x", "gpu", "cuda:", "cuda:-1", "cud"):
+            with self.assertRaisesRegex(ValueError, f"^device: got '{name}', allowed: cpu, cuda, cuda:0"):
+                kvonce.plan(4, 2, 64, 90, device=name)
+        self.assertEqual(kvonce.plan(4, 2, 64, 90, device="cpu").device, "cpu")
+        with self.assertRaisesRegex(RuntimeError, "backend cuda|ordinal: got 999"):
+            kvonce.explain(4, 2, 64, 90, device="cuda:999")
+        with self.assertRaisesRegex(ValueError, "^threads: got 2, allowed: None on cuda:0$"):
+            kvonce.plan(4, 2, 64, 90, device="cuda", threads=2)
 
     def test_formats_that_are_not_served(self):
         with self.assertRaisesRegex(NotImplementedError, "q8_0"):

@@ -1,8 +1,11 @@
 """Which workspace a call on a CUDA device gets: nothing here needs such a device."""
+import sys
 import unittest
 import unittest.mock
 
+import kvonce
 from kvonce import _core, _workspaces
+from oracle import values
 
 
 class WorkspacesTest(unittest.TestCase):
@@ -110,7 +113,34 @@ class WorkspacesTest(unittest.TestCase):
         self.assertEqual(self.made, [(7, False)] * 2)
 
 
-class PlaceTest(unittest.TestCase):
+class OnADevice:
+    """An array in CUDA memory that is neither torch's nor NumPy's."""
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+class OtherArraysTest(unittest.TestCase):
+    def test_calls_go_through_torch_and_back(self):
+        arrays = values((1, 4, 1, 64), 1), values((1, 2, 50, 64), 2), values((1, 2, 50, 64), 3)
+        given, out = [OnADevice() for _ in range(3)], OnADevice()
+        seen = []
+
+        def through_torch(attend, tensors, given_out, return_lse, stream):
+            seen.append((*tensors, given_out, return_lse, stream))
+            return attend(*arrays, None, None, None, None, 0)  # a stream, so that it must be for CUDA memory
+
+        with unittest.mock.patch.object(_workspaces, "through_torch", through_torch):
+            for attend in (kvonce.attend, kvonce.plan(4, 2, 64, 50).attend):
+                with self.assertRaisesRegex(ValueError, "^stream: got 0, allowed: None for CPU memory$"):
+                    attend(*given, kv_lens=[3], out=out, return_lse=True, stream=5)
+        self.assertEqual(seen, [(*given, [3], None, None, out, True, 5)] * 2)
+
+    def test_without_torch_they_are_refused(self):
+        with unittest.mock.patch.dict(sys.modules, {"torch": None}):
+            with self.assertRaisesRegex(ValueError, "^q: got an object of type OnADevice in CUDA memory without torch"):
+                kvonce.attend(*[OnADevice() for _ in range(3)])
+
     def test_nothing_was_released_here(self):
         self.assertEqual(_core.released_captures(), [])
 
