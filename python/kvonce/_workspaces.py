@@ -88,8 +88,8 @@ def allocate(num_bytes, ordinal, stream, capturing):
 
     if capturing:
         return empty()
-    # torch.compile's reduce-overhead lets its warm-up calls allocate in the pool of the graphs to come, and refuses what
-    # stays there; that holds for the calling thread, as do inference mode and modes that make other tensors.
+    # torch.compile's reduce-overhead lets its warm-up calls allocate in the pool of the graphs to come, and refuses
+    # what stays there. That holds for the calling thread, as do inference mode and modes that make other tensors.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(empty).result()
 
