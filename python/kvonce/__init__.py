@@ -22,7 +22,7 @@ def _dtype_name(dtype):
 
 def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=None, kv_lens=None, kv_starts=None,
            v_is_k_prefix=False, chunk_tokens=None, out=None, out_dtype=None, return_lse=False, threads=None,
-           target=None, policy=None):
+           target=None, policy=None, stream=None):
     """Attention of a few query tokens to a long KV cache, each K and V byte read once.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64.
@@ -49,7 +49,8 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
     run meanwhile. The plan of an earlier call is used again, also for a cache that has grown a little.
     """
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
-                        _dtype_name(out_dtype), return_lse, _core.Choices(chunk_tokens, threads, target, policy))
+                        _dtype_name(out_dtype), return_lse, stream,
+                        _core.Choices(chunk_tokens, threads, target, policy))
 
 
 def merge(outs, lses):
@@ -66,8 +67,8 @@ def merge(outs, lses):
 
 def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_len=1, head_dim_v=None,
          q_dtype="float32", k_format=None, v_format=None, out_dtype=None, scale=None, causal=True, window=0,
-         softcap=0.0, has_sinks=False, v_is_k_prefix=False, chunk_tokens=None, threads=None, target=None,
-         policy=None):
+         softcap=0.0, has_sinks=False, v_is_k_prefix=False, device="cpu", chunk_tokens=None, threads=None,
+         target=None, policy=None):
     """Decides once what will run, for calls of one shape and any kv_len up to max_kv_len: Plan.attend(q, k, v, ...).
 
     k_format: dtype of K, default q_dtype; v_format: default k_format; out_dtype: default q_dtype.
@@ -75,7 +76,7 @@ def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_le
     """
     return _core.plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs, q_len, head_dim_v,
                       _dtype_name(q_dtype), _dtype_name(k_format), _dtype_name(v_format), _dtype_name(out_dtype), scale,
-                      causal, window, softcap, has_sinks, v_is_k_prefix,
+                      causal, window, softcap, has_sinks, v_is_k_prefix, str(device),
                       _core.Choices(chunk_tokens, threads, target, policy))
 
 
