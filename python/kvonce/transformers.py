@@ -15,6 +15,7 @@ How: Transformers asks the mask function once per step and kind of layer and han
 unread. Here that is a Mask: lengths, and a recipe for the real mask, which is made when a layer falls back.
 """
 import collections
+import functools
 import sys
 import threading
 
@@ -24,6 +25,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvonce
+import kvonce.torch  # defines the operator
 
 __all__ = ["NAME", "MAX_Q_LEN", "Mask", "register", "reset_stats", "stats"]
 
@@ -165,6 +167,22 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
     return Mask(arguments, refusal, window, kv_lens, kv_starts)
 
 
+@functools.lru_cache(maxsize=None)
+def _find_unsupported(q_heads_dim, q_dtype, kv_heads_dim, k_dtype, head_dim_v, v_dtype, q_len, softcap, has_sinks, device):
+    """Why kvonce has no kernel for layers of this kind, or None."""
+    try:
+        kvonce.plan(q_heads_dim[0], kv_heads_dim[0], q_heads_dim[1], 1, q_len=q_len, head_dim_v=head_dim_v,
+                    q_dtype=q_dtype, k_format=k_dtype, v_format=v_dtype, softcap=softcap, has_sinks=has_sinks)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _unsupported(*kind):
+    return _find_unsupported(*kind)
+
+
 def _refusal(module, query, key, value, mask, options):
     """Why this call does not go to kvonce, or None."""
     if not isinstance(mask, Mask):
@@ -189,12 +207,17 @@ def _refusal(module, query, key, value, mask, options):
 def _attention(module, query, key, value, attention_mask, **options):
     refusal = _refusal(module, query, key, value, attention_mask, options)
     if refusal is None:
-        try:
-            out = _attend(query, key, value, attention_mask, options)
-            _count()
-            return out, None
-        except NotImplementedError as error:
-            refusal = str(error)
+        sinks = options.get("s_aux")
+        softcap = options.get("softcap") or 0.0
+        refusal = _unsupported(query.shape[1:4:2], query.dtype, key.shape[1:4:2], key.dtype, value.shape[3], value.dtype,
+                               query.shape[2], softcap, sinks is not None, query.device.type)
+    if refusal is None:
+        _count()
+        out = torch.ops.kvonce.attend.default(
+            query, key, value, kv_lens=attention_mask.kv_lens, kv_starts=attention_mask.kv_starts,
+            sinks=None if sinks is None else sinks.float(), scale=options.get("scaling"), window=attention_mask.window,
+            softcap=softcap)
+        return out.transpose(1, 2).contiguous(), None
     # What sdpa ignores or refuses.
     eager = any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")) or options.get(
         "output_attentions")
@@ -208,13 +231,3 @@ def _attention(module, query, key, value, attention_mask, **options):
         attend = sys.modules[type(module).__module__].eager_attention_forward
         return attend(module, query, key, value, attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-
-def _attend(query, key, value, mask, options):
-    num_seqs, num_q_heads, q_len, _ = query.shape
-    sinks = options.get("s_aux")  # a parameter
-    out = query.new_empty((num_seqs, q_len, num_q_heads, value.shape[3]))
-    kvonce.attend(query, key, value, scale=options.get("scaling"), window=mask.window,
-                  softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.detach(), kv_lens=mask.kv_lens,
-                  kv_starts=mask.kv_starts, out=out.transpose(1, 2))
-    return out
