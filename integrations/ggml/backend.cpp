@@ -24,6 +24,7 @@ thread_local std::string init_error;
 /// What one ggml_backend_t keeps between graphs. ggml runs one graph at a time on it.
 struct Stream {
   int num_threads = GGML_DEFAULT_N_THREADS;
+  std::vector<std::int32_t> kv_starts;
   std::vector<std::int32_t> kv_lens;
   std::vector<float> slopes;
   float slopes_max_bias = 0.0F;
@@ -66,7 +67,15 @@ void attend_node(Stream& stream, const ggml_tensor& node) {
     stream.workspace_bytes = plan.workspace_bytes();
   }
   Inputs in = inputs_of(node);
-  stream.kv_lens.assign(static_cast<std::size_t>(problem.num_seqs), static_cast<std::int32_t>(problem.max_kv_len));
+  // Padding and what a window has left behind is not even looked at; holes between are the mask's.
+  stream.kv_starts.clear();
+  stream.kv_lens.clear();
+  for (std::int64_t seq = 0; seq < problem.num_seqs; ++seq) {
+    const Cells cells = visible_cells(node, seq);
+    stream.kv_starts.push_back(cells.begin);
+    stream.kv_lens.push_back(cells.end);
+  }
+  in.kv_starts = stream.kv_starts.data();
   in.kv_lens = stream.kv_lens.data();
   if (problem.has_mask_slopes) {
     const auto num_heads = static_cast<std::size_t>(problem.num_q_heads);

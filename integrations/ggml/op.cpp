@@ -3,6 +3,7 @@
 // 1 or num_seqs] float16, sinks [num_q_heads] float32, result [head_dim_v, num_q_heads, q_len, num_seqs] float32.
 #include "op.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -55,6 +56,21 @@ const char* read_mask(const ggml_tensor& mask, const ggml_tensor& q, const ggml_
   if (mask.ne[3] != 1 && mask.ne[3] != q.ne[3]) return "mask repeats over some of the sequences";
   if (!has_whole_strides(mask, sizeof(ggml_fp16_t))) return "mask has gaps between its values";
   return nullptr;
+}
+
+constexpr std::uint16_t kHidden = 0xfc00;  // -inf in float16
+
+/// Entries before the first, from `begin` on, that is not kHidden; at most `end`.
+std::int64_t first_visible(const std::uint16_t* entries, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kBlock = 64;  // looked at as one, without branches
+  const auto hides = [&](std::int64_t at, std::int64_t count) {
+    unsigned other = 0;
+    for (std::int64_t i = at; i < at + count; ++i) other |= static_cast<unsigned>(entries[i] ^ kHidden);
+    return other == 0;
+  };
+  while (begin + kBlock <= end && hides(begin, kBlock)) begin += kBlock;
+  while (begin < end && entries[begin] == kHidden) ++begin;
+  return begin;
 }
 
 TensorView view_of(const ggml_tensor& t, std::size_t block_bytes) {
@@ -112,6 +128,26 @@ const char* read_problem(const Host& host, const ggml_tensor& node, Problem& pro
   problem.has_mask_slopes = max_bias_of(node) > 0.0F;
   problem.has_sinks = sinks != nullptr;
   return nullptr;
+}
+
+Cells visible_cells(const ggml_tensor& node, std::int64_t seq) {
+  const std::int64_t num_cells = node.src[1]->ne[1];
+  const ggml_tensor* mask = node.src[3];
+  if (mask == nullptr) return {0, static_cast<std::int32_t>(num_cells)};
+  std::int64_t begin = num_cells;
+  std::int64_t end = 0;
+  for (std::int64_t head = 0; head < mask->ne[2]; ++head) {
+    for (std::int64_t row = 0; row < node.src[0]->ne[1]; ++row) {
+      const auto offset = static_cast<std::int64_t>(mask->nb[3]) * (seq % mask->ne[3]) +
+                          static_cast<std::int64_t>(mask->nb[2]) * head + static_cast<std::int64_t>(mask->nb[1]) * row;
+      const auto* entries = reinterpret_cast<const std::uint16_t*>(static_cast<const char*>(mask->data) + offset);
+      begin = first_visible(entries, 0, begin);
+      std::int64_t last = num_cells;
+      while (last > end && entries[last - 1] == kHidden) --last;
+      end = last;
+    }
+  }
+  return {static_cast<std::int32_t>(std::min(begin, end)), static_cast<std::int32_t>(end)};
 }
 
 void fill_slopes(float max_bias, std::int64_t num_q_heads, float* slopes) {

@@ -20,6 +20,13 @@ void fill_slopes(float max_bias, std::int64_t num_q_heads, float* slopes);
 
 float max_bias_of(const ggml_tensor& node);
 
+/// The cells of sequence `seq` outside [begin, end) are hidden from all its rows by the node's mask.
+struct Cells {
+  std::int32_t begin;
+  std::int32_t end;
+};
+Cells visible_cells(const ggml_tensor& node, std::int64_t seq);
+
 /// The tensors of an allocated node that read_problem() accepted.
 Inputs inputs_of(const ggml_tensor& node);
 Outputs outputs_of(const ggml_tensor& node);
