@@ -18,7 +18,7 @@ void require_served(bool served, Backend backend, const std::string& what, const
               what + " is not served by the " + std::string(to_string(backend)) + " backend yet; " + instead);
 }
 
-void require_plain(const Problem& p, Backend backend) {
+void require_plain_cache(const Problem& p, Backend backend) {
   const auto require = [backend](bool served, const std::string& what, const std::string& instead) {
     require_served(served, backend, what, instead);
   };
@@ -30,11 +30,17 @@ void require_plain(const Problem& p, Backend backend) {
   format("v_format", p.v_format);
   require(p.layout == KvLayout::strided, "layout " + std::string(to_string(p.layout)),
           "gather the pages into a strided cache");
+  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
+}
+
+void require_plain_scores(const Problem& p, Backend backend) {
+  const auto require = [backend](bool served, const std::string& what, const std::string& instead) {
+    require_served(served, backend, what, instead);
+  };
   require(p.mask == MaskKind::none, "mask " + std::string(to_string(p.mask)),
           "use causal, window, kv_lens and kv_starts where they say the same");
   require(p.softcap == 0.0F, "softcap", "leave it 0 and run layers with a softcap elsewhere");
   require(!p.has_alibi, "has_alibi", "leave it false and run layers with ALiBi elsewhere");
-  require(!p.has_segments, "has_segments", "attend to each segment with lse and merge the partials");
 }
 
 }  // namespace kvonce::core

@@ -13,9 +13,9 @@
 // Layout  scores of a tile: [token][lane_rows], lane_rows = rows rounded up to a power of two, so a vector holds
 //         width / lane_rows tokens. q and o of a tile: [vector of dims][row][width], dims in the K or V format's own lane
 //         order (Elements::kEvenOdd) until store_partial.
-// Masks   causal, window and kv_start give each row one token range. A step that every row of a tile sees whole runs the
-//         tile kernels; a ragged step hides scores row by row and adds values row by row, so that a hidden key's V is
-//         never multiplied, not even by zero.
+// Masks   causal, window and kv_start give each row one token range, a mask may hide any key of it (bias.hpp). A step that
+//         every row of a tile sees whole runs the tile kernels; of other steps the hidden scores become -inf, and tokens
+//         that only some rows see add their values row by row, so that a hidden key's V is never multiplied, not even by zero.
 // Not handled here: tails of a chunk beyond the visible range (run.cpp clips), merging (merge.hpp).
 #pragma once
 
@@ -31,8 +31,6 @@
 #include "shared/token_range.h"
 
 namespace kvonce::cpu {
-
-static constexpr int lane_rows(int rows) { return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
 
 /// Elements from the task's q to the stream's row.
 static inline std::int64_t q_offset(const ChunkTask& task, std::int64_t row) {
@@ -140,11 +138,6 @@ KVONCE_INLINE inline void find_rows(const Stored* k, std::int64_t token_stride, 
     return;
   }
   for (int j = 0; j < count; ++j) row[j] = k + (token + j < num_tokens ? token + j : num_tokens - 1) * token_stride;
-}
-
-/// The lanes behind the last token of a vector score -inf.
-static inline void hide_padding(float* scores, std::int64_t count, std::int64_t width) {
-  for (std::int64_t i = count; i < round_up(count, width); ++i) scores[i] = -INFINITY;
 }
 
 /// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.

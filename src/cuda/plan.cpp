@@ -266,7 +266,8 @@ void plan(core::PlanData& data, const PlanOptions& options) {
     core::refuse(ErrorCode::Unavailable, "device.target", "'" + data.device.target + "'",
                  "the sm_NN of a backend cuda device, as cuda_device() gives it");
   }
-  core::require_plain(p, Backend::cuda);
+  core::require_plain_cache(p, Backend::cuda);
+  core::require_plain_scores(p, Backend::cuda);
   require_dims_and_length(p);
   require_policy(options.policy);
   auto plan = std::make_shared<CudaPlan>();

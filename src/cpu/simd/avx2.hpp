@@ -29,7 +29,11 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
   static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
   static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+  static Vec add_bias(Vec a, Vec b) {
+    return _mm256_blendv_ps(add(a, b), b, _mm256_cmp_ps(b, broadcast(-__builtin_inff()), _CMP_EQ_OQ));
+  }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
   static void pin(Vec& v) { asm("" : "+x"(v)); }
   static bool any_greater(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }

@@ -18,7 +18,11 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static Vec add_bias(Vec a, Vec b) {
+    return _mm512_mask_add_ps(b, _mm512_cmp_ps_mask(b, broadcast(-__builtin_inff()), _CMP_NEQ_UQ), a, b);
+  }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static void pin(Vec& v) { asm("" : "+v"(v)); }
   static void pin(__m512i& v) { asm("" : "+v"(v)); }

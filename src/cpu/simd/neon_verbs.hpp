@@ -28,6 +28,12 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return {vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi)}; }
   static Vec sub(Vec a, Vec b) { return {vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi)}; }
   static Vec mul(Vec a, Vec b) { return {vmulq_f32(a.lo, b.lo), vmulq_f32(a.hi, b.hi)}; }
+  static Vec div(Vec a, Vec b) { return {vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi)}; }
+  static Vec add_bias(Vec a, Vec b) {
+    const float32x4_t hidden = vdupq_n_f32(-__builtin_inff());
+    return {vbslq_f32(vceqq_f32(b.lo, hidden), b.lo, vaddq_f32(a.lo, b.lo)),
+            vbslq_f32(vceqq_f32(b.hi, hidden), b.hi, vaddq_f32(a.hi, b.hi))};
+  }
   static Vec max(Vec a, Vec b) { return {vmaxq_f32(a.lo, b.lo), vmaxq_f32(a.hi, b.hi)}; }
   static Vec fmadd(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi)}; }
 

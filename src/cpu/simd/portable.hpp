@@ -4,7 +4,8 @@
 //   width, kMaxRowTile, kRegisters     floats per vector; most rows of a tile; vector registers
 //   kHasPairDot                        dot_pairs(acc, a, b) exists: products of bf16 pairs added to float32 lanes
 //   zero broadcast load store          float32 vectors, any alignment
-//   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max is its second operand or NaN when either is NaN
+//   add sub mul div max fmadd          fmadd(a, b, c) = a * b + c; max is its second operand or NaN when either is NaN
+//   add_bias(a, b)                     a + b, but -inf wherever b is -inf, NaN in a included
 //   pin                                the value stays in a register: gcc otherwise folds a load into each of its uses,
 //                                      and the kernels are bound by loads (f32, 8 rows, d128, AVX-512: 1.45x, Ice Lake)
 //   kHasSplit                          the verbs of attend_split.hpp: load_twice(p) puts width / 2 floats into both halves,
@@ -56,7 +57,9 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return a + b; }
   static Vec sub(Vec a, Vec b) { return a - b; }
   static Vec mul(Vec a, Vec b) { return a * b; }
+  static Vec div(Vec a, Vec b) { return a / b; }
   static Vec max(Vec a, Vec b) { return a > b ? a : b; }
+  static Vec add_bias(Vec a, Vec b) { return b == broadcast(-__builtin_inff()) ? b : a + b; }
   static Vec fmadd(Vec a, Vec b, Vec c) { return a * b + c; }
 
   static void pin([[maybe_unused]] Vec& v) {
