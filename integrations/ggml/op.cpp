@@ -124,7 +124,10 @@ const char* read_problem(const Host& host, const ggml_tensor& node, Problem& pro
   problem.scale = float_param(node, kScale);
   problem.causal = false;  // the mask says who sees what
   problem.softcap = float_param(node, kSoftcap);
-  if (mask != nullptr) problem.mask = MaskKind::additive;
+  if (mask != nullptr) {
+    problem.mask = MaskKind::additive;
+    problem.mask_dtype = DType::f16;
+  }
   problem.has_mask_slopes = max_bias_of(node) > 0.0F;
   problem.has_sinks = sinks != nullptr;
   return nullptr;
