@@ -198,8 +198,8 @@ void apply(const KernelShape& shape, const Problem& p, AttendParams& a) {
 /// Allows a kernel what the launch needs beyond what every kernel may have. A kernel's limits are the process's: every
 /// call sets the same ones, so that calls of several threads do not undo each other's.
 void allow(const void* kernel, int shared_bytes, int cluster_blocks) {
-  if (shared_bytes > 48 * 1024) {
-    constexpr int kStaticBytes = 12 * 1024;  // more than any kernel's own
+  constexpr int kStaticBytes = 12 * 1024;  // more than any kernel's own
+  if (shared_bytes + kStaticBytes > 48 * 1024) {
     int ordinal = 0;
     int most = 0;
     require_success(cudaGetDevice(&ordinal), "device");

@@ -332,14 +332,14 @@ class GraphTest(CudaTest):
             arrays, stream = tensors(kv_len=4096, seed=seed), torch.cuda.Stream()
             expected = plan.attend(*arrays)
             graph, outs = self.capture(lambda: [plan.attend(*arrays) for _ in range(20)], stream)
-            cases.append((graph, stream, outs, expected))
+            cases.append((graph, stream, outs, expected, arrays))  # which the graph reads
         torch.cuda.synchronize()
         for _ in range(10):
-            for graph, stream, _, _ in cases:
+            for graph, stream, *_ in cases:
                 with torch.cuda.stream(stream):
                     graph.replay()
         torch.cuda.synchronize()
-        for _, _, outs, expected in cases:
+        for _, _, outs, expected, _ in cases:
             self.assertTrue(all(torch.equal(out, expected) for out in outs))
 
     def test_branches_of_a_capture_do_not_share(self):
