@@ -204,7 +204,6 @@ void require_zero(std::int32_t value, const char* name) {
 }
 
 kvonce::Problem to_problem(const kvonce_problem& c) {
-  require_zero(c.reserved, "reserved");
   kvonce::Problem problem;
   problem.num_seqs = c.num_seqs;
   problem.q_len = c.q_len;
@@ -230,6 +229,7 @@ kvonce::Problem to_problem(const kvonce_problem& c) {
   problem.has_alibi = to_flag(c.has_alibi, "has_alibi");
   problem.has_mask_slopes = to_flag(c.has_mask_slopes, "has_mask_slopes");
   problem.has_segments = to_flag(c.has_segments, "has_segments");
+  problem.mask_dtype = to_enum(c.mask_dtype, kvonce::DType::bf16, "mask_dtype");
   return problem;
 }
 

@@ -45,7 +45,7 @@ struct Inputs {
 
   const float* sinks = nullptr;         // [num_q_heads] with Problem::has_sinks
   const float* alibi_slopes = nullptr;  // [num_q_heads] with Problem::has_alibi, times (key position - row position)
-  const float* mask_slopes = nullptr;   // [num_q_heads] with Problem::has_mask_slopes
+  const float* mask_slopes = nullptr;   // [num_q_heads] with Problem::has_mask_slopes, times the mask's entries
 
   const std::int32_t* block_table = nullptr;  // paged: [num_seqs, >= ceil(kv_len / page_size)] page ids
   std::int64_t block_table_stride = 0;        // page ids between two sequences

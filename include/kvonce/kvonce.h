@@ -84,7 +84,7 @@ typedef struct kvonce_problem {
   int32_t has_alibi;       /* kvonce_inputs.alibi_slopes */
   int32_t has_mask_slopes; /* kvonce_inputs.mask_slopes multiply an additive mask */
   int32_t has_segments;    /* kvonce_inputs.segments: which sequences read which token range */
-  int32_t reserved;        /* must be 0 */
+  kvonce_dtype mask_dtype; /* elements of an additive mask; KVONCE_DTYPE_F32 with any other */
 } kvonce_problem;
 #define KVONCE_PROBLEM_BASIC_SIZE offsetof(kvonce_problem, quant_group)
 

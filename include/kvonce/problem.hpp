@@ -35,11 +35,12 @@ struct Problem {
   bool causal = true;                         // a row sees keys up to its own position
   std::int64_t window = 0;  // a row sees only the last `window` keys up to its own position, itself included; 0: all
   MaskKind mask = MaskKind::none;
-  float softcap = 0.0F;          // > 0: score becomes softcap * tanh(score / softcap)
-  bool has_sinks = false;        // Inputs::sinks: one extra logit per query head
-  bool has_alibi = false;        // Inputs::alibi_slopes
-  bool has_mask_slopes = false;  // Inputs::mask_slopes multiply an additive mask
-  bool has_segments = false;     // Inputs::segments: which sequences read which token range (shared prefixes)
+  DType mask_dtype = DType::f32;  // elements of an additive mask; f32 with any other
+  float softcap = 0.0F;           // > 0: score becomes softcap * tanh(score / softcap)
+  bool has_sinks = false;         // Inputs::sinks: one extra logit per query head
+  bool has_alibi = false;         // Inputs::alibi_slopes
+  bool has_mask_slopes = false;   // Inputs::mask_slopes multiply an additive mask
+  bool has_segments = false;      // Inputs::segments: which sequences read which token range (shared prefixes)
 
   [[nodiscard]] std::int64_t group_size() const noexcept { return num_kv_heads > 0 ? num_q_heads / num_kv_heads : 0; }
   [[nodiscard]] std::int64_t dim_v() const noexcept { return head_dim_v > 0 ? head_dim_v : head_dim_qk; }

@@ -33,7 +33,7 @@ enum class KvFormat : std::uint8_t {
 enum class MaskKind : std::uint8_t {
   none,
   boolean,   // uint8, 0 hides the key; broadcastable to [num_seqs, num_q_heads, q_len, kv_len]
-  additive,  // float32, added to the scaled, soft-capped score; same shape; -inf hides the key
+  additive,  // Problem::mask_dtype, added to the scaled, soft-capped score; same shape; -inf hides the key
   tree,      // uint8 [num_seqs, q_len, q_len] over the newest q_len keys, older keys are visible (speculative trees)
 };
 

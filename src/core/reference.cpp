@@ -178,7 +178,7 @@ double bias_of(const Problem& problem, const Inputs& inputs, const Pair& pair) {
     if (static_cast<const std::uint8_t*>(inputs.mask)[at] == 0) return kHidden;
   }
   if (problem.mask == MaskKind::additive) {
-    const double added = load_f32(inputs.mask, at);
+    const double added = decode_value(format_of(problem.mask_dtype), inputs.mask, at);
     if (added == kHidden) return kHidden;  // before the slope: 0 * -inf would be NaN
     bias += problem.has_mask_slopes ? static_cast<double>(inputs.mask_slopes[pair.q_head]) * added : added;
   }

@@ -43,6 +43,7 @@ void require_known_enums(const Problem& p) {
   known("k_format", to_string(p.k_format));
   known("v_format", to_string(p.v_format));
   known("mask", to_string(p.mask));
+  known("mask_dtype", to_string(p.mask_dtype));
   known("layout", to_string(p.layout));
 }
 
@@ -91,6 +92,10 @@ Problem validate(const Problem& problem) {
     refuse(ErrorCode::InvalidArgument, "scale", std::to_string(*p.scale), "a finite number");
   if (!std::isfinite(p.softcap) || p.softcap < 0.0F) {
     refuse(ErrorCode::InvalidArgument, "softcap", std::to_string(p.softcap), "0 (off) or a positive finite number");
+  }
+  if (p.mask_dtype != DType::f32 && p.mask != MaskKind::additive) {
+    refuse(ErrorCode::InvalidArgument, "mask_dtype", std::string(to_string(p.mask_dtype)),
+           "f32 unless the mask is additive");
   }
   if (p.has_mask_slopes && p.mask != MaskKind::additive) {
     refuse(ErrorCode::InvalidArgument, "has_mask_slopes", "true", "true only with an additive mask");

@@ -67,7 +67,7 @@ void validate_inputs(const Problem& p, const Inputs& in) {
        in.v.token_stride != in.k.token_stride)) {
     refuse(ErrorCode::InvalidArgument, "v", "a tensor other than k", "k itself, as the problem sets v_is_k_prefix");
   }
-  require_announced("mask", in.mask, p.mask != MaskKind::none && has_keys, "mask");
+  if (p.mask == MaskKind::none || has_keys) require_announced("mask", in.mask, p.mask != MaskKind::none, "mask");
   require_announced("sinks", in.sinks, p.has_sinks, "has_sinks");
   require_announced("alibi_slopes", in.alibi_slopes, p.has_alibi, "has_alibi");
   require_announced("mask_slopes", in.mask_slopes, p.has_mask_slopes, "has_mask_slopes");

@@ -7,6 +7,7 @@
 #include "cpu/attend_dot.hpp"
 #include "cpu/attend_in_order.hpp"
 #include "cpu/attend_split.hpp"
+#include "cpu/bias.hpp"
 #include "cpu/task.hpp"
 
 namespace kvonce::cpu {
@@ -22,47 +23,47 @@ struct TileKernels {
                             StepPrefetcher<S>&, float*, std::int64_t);
 };
 
-template <class S, int rows, KvFormat k_format, KvFormat v_format>
-constexpr TileKernels<S> tile_kernels() {
-  if constexpr (S::kHasSplit && lane_rows(rows) == 8) {
-    return {load_row_tile_split<S, k_format>, score_tokens_split<S, k_format, rows>, update_softmax<S, rows>,
-            accumulate_values<S, v_format, rows>};
+template <class S, int rows, KvFormat format>
+void set_score_kernels(const ChunkTask& task, TileKernels<S>& kernels) {
+  // A block of one token is a pair of vectors on AVX-512: halves of two tokens would cost more than they save.
+  if constexpr (S::kHasSplit && lane_rows(rows) == 8 && !is_block(format)) {
+    kernels.load_row_tile = load_row_tile_split<S, format>;
+    kernels.score_tokens = score_tokens_split<S, format, rows>;
+  } else {
+    kernels.load_row_tile = load_row_tile<S, format>;
+    kernels.score_tokens = score_tokens<S, format, rows>;
   }
-  return {load_row_tile<S, k_format>, score_tokens<S, k_format, rows>, update_softmax<S, rows>,
-          accumulate_values<S, v_format, rows>};
+  if constexpr (rows == 1) {
+    if (task.prefetch_level == 2) kernels.score_tokens = score_tokens_in_order<S, format>;
+  }
+  if constexpr (S::kHasPairDot && format == KvFormat::bf16) {
+    if (task.pair_dot) {
+      kernels.load_row_tile = load_row_tile_dot<S>;
+      kernels.score_tokens = score_tokens_dot<S, rows>;
+    }
+  }
 }
 
-template <class S>
-decltype(TileKernels<S>::score_tokens) in_order_scores(KvFormat k_format) {
-  if (k_format == KvFormat::f32) return score_tokens_in_order<S, KvFormat::f32>;
-  if (k_format == KvFormat::f16) return score_tokens_in_order<S, KvFormat::f16>;
-  return score_tokens_in_order<S, KvFormat::bf16>;
+template <class S, int rows>
+TileKernels<S> kernels_of_tile(const ChunkTask& task) {
+  TileKernels<S> kernels{};
+  kernels.update_softmax = update_softmax<S, rows>;
+#define KVONCE_FORMAT(name)                                                                       \
+  if (task.k_format == KvFormat::name) set_score_kernels<S, rows, KvFormat::name>(task, kernels); \
+  if (task.v_format == KvFormat::name) kernels.accumulate_values = accumulate_values<S, KvFormat::name, rows>;
+#define KVONCE_BLOCK_FORMAT(name) KVONCE_FORMAT(name)
+#include "shared/instances.def"
+  return kernels;
 }
 
 template <class S>
 TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
-  TileKernels<S> kernels{};
-#define KVONCE_ROW_TILE(count)                                                                  \
-  if constexpr (count <= S::kMaxRowTile) {                                                      \
-    if (rows == count) {                                                                        \
-      const TileKernels<S> of_k[] = {tile_kernels<S, count, KvFormat::f32, KvFormat::f32>(),    \
-                                     tile_kernels<S, count, KvFormat::f16, KvFormat::f16>(),    \
-                                     tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()}; \
-      kernels = of_k[static_cast<int>(task.k_format)];                                          \
-      kernels.accumulate_values = of_k[static_cast<int>(task.v_format)].accumulate_values;      \
-      if constexpr (count == 1) {                                                               \
-        if (task.prefetch_level == 2) kernels.score_tokens = in_order_scores<S>(task.k_format); \
-      }                                                                                         \
-      if constexpr (S::kHasPairDot) {                                                           \
-        if (task.pair_dot) {                                                                    \
-          kernels.load_row_tile = load_row_tile_dot<S>;                                         \
-          kernels.score_tokens = score_tokens_dot<S, count>;                                    \
-        }                                                                                       \
-      }                                                                                         \
-    }                                                                                           \
+#define KVONCE_ROW_TILE(count)                                 \
+  if constexpr (count <= S::kMaxRowTile) {                     \
+    if (rows == count) return kernels_of_tile<S, count>(task); \
   }
 #include "shared/instances.def"
-  return kernels;
+  return {};
 }
 
 template <class S>
@@ -88,8 +89,6 @@ struct RowTile {
   shared::TokenRange seen_by_some;  // keys that some row sees
 };
 
-static constexpr std::int64_t bytes_of(KvFormat format) { return format == KvFormat::f32 ? 4 : 2; }
-
 template <class S>
 class ChunkRunner {
  public:
@@ -97,14 +96,16 @@ class ChunkRunner {
       : task_(task),
         qk_floats_(round_up(task.head_dim_qk, kPadFloats)),
         o_floats_(round_up(task.head_dim_v, kPadFloats)),
-        k_row_bytes_(task.head_dim_qk * bytes_of(task.k_format)),
-        v_row_bytes_(task.head_dim_v * bytes_of(task.v_format)),
+        k_row_bytes_(row_bytes(task.k_format, task.head_dim_qk)),
+        v_row_bytes_(row_bytes(task.v_format, task.head_dim_v)),
         num_tiles_(static_cast<int>(shared::ceil_div(task.num_rows, task.row_tile))),
         q_(task.scratch),
         o_(q_ + task.num_rows * qk_floats_),
         scores_(o_ + task.num_rows * o_floats_),
         maximum_(scores_ + 2 * task.num_rows * task.step_tokens),
         sum_(maximum_ + task.num_rows * kPadFloats),
+        bias_(sum_ + task.num_rows * kPadFloats),
+        seen_(reinterpret_cast<std::uint8_t*>(bias_ + kMaxRowTile * task.step_tokens + kPadFloats)),
         small_rows_(static_cast<int>(task.num_rows / num_tiles_)),
         one_row_(find_kernels<S>(1, task)),
         small_(find_kernels<S>(small_rows_, task)),
@@ -113,8 +114,9 @@ class ChunkRunner {
   void run() {
     for (int i = 0; i < num_tiles_; ++i) start_tile(i);
     const std::int64_t step = task_.step_tokens;
-    for (std::int64_t token = task_.chunk.begin; token < task_.chunk.end; token += step) {
-      const shared::TokenRange tokens{token, token + step < task_.chunk.end ? token + step : task_.chunk.end};
+    for (std::int64_t token = seen_from(task_.chunk.begin); token < task_.chunk.end; token = next_step_) {
+      const shared::TokenRange tokens = step_at(token);
+      next_step_ = seen_from(token + step);
       for (int i = 0; i < num_tiles_; ++i) score_tile(i, tokens);
       for (int i = 0; i < num_tiles_; ++i) value_tile(i, tokens);
     }
@@ -138,14 +140,24 @@ class ChunkRunner {
     const std::int64_t begin = tile_begin(i);
     const std::int64_t end = tile_begin(i + 1);
     const std::int64_t first_row = task_.row_begin + begin;
-    const shared::TokenRange oldest = visible(first_row);
-    const shared::TokenRange newest = visible(task_.row_begin + end - 1);
+    const shared::TokenRange oldest = visible(task_, first_row);
+    const shared::TokenRange newest = visible(task_, task_.row_begin + end - 1);
     return {first_row, static_cast<int>(end - begin), {newest.begin, oldest.end}, {oldest.begin, newest.end}};
   }
 
-  [[nodiscard]] shared::TokenRange visible(std::int64_t row) const {
-    return shared::visible_range(row / task_.group_size, task_.q_len, task_.kv_len, task_.kv_start, task_.causal,
-                                 task_.window);
+  [[nodiscard]] shared::TokenRange step_at(std::int64_t token) const {
+    const std::int64_t end = token + task_.step_tokens;
+    return {token, end < task_.chunk.end ? end : task_.chunk.end};
+  }
+
+  /// The first step from `token` on of which the mask shows some row some key; the others' K and V are not touched.
+  [[nodiscard]] std::int64_t seen_from(std::int64_t token) const {
+    if (task_.rules.mask == MaskKind::none) return token;
+    while (token < task_.chunk.end &&
+           seen_by_rows(task_, task_.row_begin, task_.num_rows, step_at(token)) == Seen::none) {
+      token += task_.step_tokens;
+    }
+    return token;
   }
 
   [[nodiscard]] const TileKernels<S>& kernels(const RowTile& t) const {
@@ -157,6 +169,8 @@ class ChunkRunner {
   [[nodiscard]] float* scores_of(int i) const { return scores_ + 2 * tile_begin(i) * task_.step_tokens; }
   [[nodiscard]] float* maximum_of(int i) const { return maximum_ + i * kPadFloats; }
   [[nodiscard]] float* sum_of(int i) const { return sum_ + i * kPadFloats; }
+  /// What tile i sees of the current step, then one byte per token (fill_bias), valid where that is `some`.
+  [[nodiscard]] std::uint8_t* seen_of(int i) const { return seen_ + i * (task_.step_tokens + 1); }
 
   [[nodiscard]] const void* k_at(std::int64_t token) const {
     return static_cast<const char*>(task_.k) + token * task_.k_token_stride * bytes_of(task_.k_format);
@@ -207,51 +221,68 @@ class ChunkRunner {
     }
   }
 
-  [[nodiscard]] static bool touches(const RowTile& t, const shared::TokenRange& tokens) {
-    return tokens.begin < t.seen_by_some.end && t.seen_by_some.begin < tokens.end;
-  }
-  [[nodiscard]] static bool is_whole(const RowTile& t, const shared::TokenRange& tokens) {
-    return t.seen_by_all.begin <= tokens.begin && tokens.end <= t.seen_by_all.end;
+  [[nodiscard]] Seen seen_by_tile(const RowTile& t, const shared::TokenRange& tokens) const {
+    if (tokens.begin >= t.seen_by_some.end || t.seen_by_some.begin >= tokens.end) return Seen::none;
+    if (task_.rules.mask != MaskKind::none) return seen_by_rows(task_, t.first_row, t.rows, tokens);
+    return t.seen_by_all.begin <= tokens.begin && tokens.end <= t.seen_by_all.end ? Seen::all : Seen::some;
   }
 
   void score_tile(int i, const shared::TokenRange& tokens) {
     const RowTile& t = tile(i);
-    if (!touches(t, tokens)) return;
+    const Seen seen = seen_by_tile(t, tokens);
+    *seen_of(i) = static_cast<std::uint8_t>(seen);
+    if (seen == Seen::none) return;
     const std::int64_t count = tokens.end - tokens.begin;
     StepPrefetcher<S> ahead = values_ahead(i, tokens.begin);
     kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
                             task_.scale_log2e, ahead, scores_of(i));
-    if (!is_whole(t, tokens)) hide_scores(t, tokens, scores_of(i));
+    if (seen == Seen::some) fill_bias(task_, t.first_row, t.rows, tokens, bias_, seen_of(i) + 1);
+    if (seen == Seen::some || changes_all(task_.rules)) {
+      change_scores<S>(task_, t.first_row, t.rows, tokens, seen == Seen::some ? bias_ : nullptr, scores_of(i));
+    }
     kernels(t).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
   }
 
-  void hide_scores(const RowTile& t, const shared::TokenRange& tokens, float* scores) const {
-    for (int r = 0; r < t.rows; ++r) {
-      const shared::TokenRange seen = visible(t.first_row + r);
-      for (std::int64_t token = tokens.begin; token < tokens.end; ++token) {
-        if (token < seen.begin || token >= seen.end) scores[(token - tokens.begin) * lane_rows(t.rows) + r] = -INFINITY;
-      }
+  void value_tile(int i, const shared::TokenRange& tokens) {
+    const auto seen = static_cast<Seen>(*seen_of(i));
+    if (seen == Seen::none) return;
+    StepPrefetcher<S> ahead = keys_ahead(i, next_step_ - task_.step_tokens);
+    if (seen == Seen::all) {
+      add_values(i, tokens, 0, tokens.end - tokens.begin, ahead);
+    } else {
+      add_seen_values(i, tokens, ahead);
     }
   }
 
-  void value_tile(int i, const shared::TokenRange& tokens) {
+  /// Tokens [begin, end) of the step, all rows of tile i.
+  void add_values(int i, const shared::TokenRange& tokens, std::int64_t begin, std::int64_t end,
+                  StepPrefetcher<S>& ahead) {
     const RowTile& t = tile(i);
-    if (!touches(t, tokens)) return;
-    if (is_whole(t, tokens)) {
-      StepPrefetcher<S> ahead = keys_ahead(i, tokens.begin);
-      kernels(t).accumulate_values(v_at(tokens.begin), task_.v_token_stride, tokens.end - tokens.begin, scores_of(i),
-                                   lane_rows(t.rows), task_.head_dim_v, ahead, o_of(i), t.rows * S::width);
-      return;
-    }
+    const int lanes = lane_rows(t.rows);
+    kernels(t).accumulate_values(v_at(tokens.begin + begin), task_.v_token_stride, end - begin,
+                                 scores_of(i) + begin * lanes, lanes, task_.head_dim_v, ahead, o_of(i),
+                                 t.rows * S::width);
+  }
+
+  /// Runs of tokens that the same rows see: all rows of the tile at once, or row by row.
+  void add_seen_values(int i, const shared::TokenRange& tokens, StepPrefetcher<S>& ahead) {
+    const RowTile& t = tile(i);
+    const int lanes = lane_rows(t.rows);
+    const std::uint8_t* seen = seen_of(i) + 1;
+    const std::int64_t count = tokens.end - tokens.begin;
     StepPrefetcher<S> none;
-    for (int r = 0; r < t.rows; ++r) {
-      shared::TokenRange seen = visible(t.first_row + r);
-      if (seen.begin < tokens.begin) seen.begin = tokens.begin;
-      if (seen.end > tokens.end) seen.end = tokens.end;
-      if (seen.begin >= seen.end) continue;
-      one_row_.accumulate_values(v_at(seen.begin), task_.v_token_stride, seen.end - seen.begin,
-                                 scores_of(i) + (seen.begin - tokens.begin) * lane_rows(t.rows) + r, lane_rows(t.rows),
-                                 task_.head_dim_v, none, o_of(i) + r * S::width, t.rows * S::width);
+    for (std::int64_t begin = 0, end = 0; begin < count; begin = end) {
+      for (end = begin + 1; end < count && seen[end] == seen[begin];) ++end;
+      if (seen[begin] == (1 << t.rows) - 1) {
+        add_values(i, tokens, begin, end, ahead);
+        continue;
+      }
+      for (int r = 0; r < t.rows; ++r) {
+        if ((seen[begin] >> r & 1) == 0) continue;
+        one_row_.accumulate_values(v_at(tokens.begin + begin), task_.v_token_stride, end - begin,
+                                   scores_of(i) + begin * lanes + r, lanes, task_.head_dim_v, none,
+                                   o_of(i) + r * S::width, t.rows * S::width);
+      }
     }
   }
 
@@ -276,6 +307,9 @@ class ChunkRunner {
   float* scores_;
   float* maximum_;
   float* sum_;
+  float* bias_;         // of one tile
+  std::uint8_t* seen_;  // of every tile
+  std::int64_t next_step_ = 0;
   int small_rows_;  // tiles have this many rows or one more
   int tile_index_ = -1;
   RowTile tile_{};

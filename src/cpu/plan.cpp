@@ -108,7 +108,7 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
     core::refuse(ErrorCode::InvalidArgument, "chunk_tokens", std::to_string(policy.chunk_tokens), "1 to 2^31");
   }
   if (policy.step_tokens == 0) policy.step_tokens = choose_step_tokens(p, policy);
-  if (policy.step_tokens % kMinStepFloats != 0 || policy.step_tokens > 1024) {
+  if (policy.step_tokens % kMinStepFloats != 0 || policy.step_tokens > kMaxStepTokens) {
     core::refuse(ErrorCode::InvalidArgument, "policy.step_tokens", std::to_string(policy.step_tokens),
                  "a multiple of 16 up to 1024");
   }
@@ -214,7 +214,8 @@ void plan(core::PlanData& data, const PlanOptions& options) {
                 "device.target: got '" + data.device.target + "', which this build does not have");
   }
   const Problem& p = data.problem;
-  core::require_plain(p, Backend::cpu);
+  core::require_listed_formats(p, Backend::cpu, true);
+  core::require_plain_layout(p, Backend::cpu);
   core::require_served(!options.earlier_kv_ready, Backend::cpu, "earlier_kv_ready",
                        "leave it false: the cpu backend has no launch order to relax");
   decide_policy(data, *target, options.policy);

@@ -169,6 +169,7 @@ class Call {
     t.kv_start = kv_start(item.seq);
     t.window = p_.window;
     t.causal = p_.causal;
+    t.rules = score_rules(item, q_head);
     const shared::TokenRange keys = seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
     const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
     t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
@@ -183,6 +184,24 @@ class Call {
     t.partial_o = partial_o_ + first * round_up(p_.head_dim_v, kPadFloats);
     t.partial_lse = partial_lse_ + first;
     return t;
+  }
+
+  [[nodiscard]] ScoreRules score_rules(const Item& item, std::int64_t q_head) const {
+    ScoreRules rules{};
+    rules.softcap_log2e = p_.softcap * shared::kLog2e;
+    if (p_.has_alibi) rules.alibi_slopes = in_.alibi_slopes + q_head;
+    if (p_.mask == MaskKind::none || in_.mask == nullptr) return rules;
+    const bool tree = p_.mask == MaskKind::tree;
+    rules.mask = p_.mask;
+    rules.mask_dtype = p_.mask_dtype;
+    rules.mask_first_key = tree ? kv_len(item.seq) - p_.q_len : 0;
+    rules.mask_head_stride = tree ? 0 : in_.mask_head_stride;
+    rules.mask_row_stride = in_.mask_row_stride;
+    rules.mask_token_stride = in_.mask_token_stride;
+    rules.mask_entries = at(in_.mask, item.seq * in_.mask_seq_stride + q_head * rules.mask_head_stride,
+                            p_.mask == MaskKind::additive ? element_bytes(p_.mask_dtype) : 1);
+    if (p_.has_mask_slopes) rules.mask_slopes = in_.mask_slopes + q_head;
+    return rules;
   }
 
   [[nodiscard]] MergeTask merge_task(const Item& item) const {

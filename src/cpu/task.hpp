@@ -1,6 +1,7 @@
 // What one worker is handed: plain values, resolved by run.cpp, executed by the code compiled for one target.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "kvonce/types.hpp"
@@ -10,10 +11,33 @@ namespace kvonce::cpu {
 
 constexpr std::int64_t kPadFloats = 32;  // scratch and partial rows are padded to whole pairs of the widest vectors
 constexpr int kMaxRowTile = 8;
+constexpr std::int64_t kMaxStepTokens = 1024;
 
 static constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
+
+/// Rows of a tile rounded up to a power of two, which divides every vector: how scores are laid out.
+static constexpr int lane_rows(int rows) { return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
+
+/// The lanes behind the last token of a vector score -inf.
+static inline void hide_padding(float* scores, std::int64_t count, std::int64_t width) {
+  for (std::int64_t i = count; i < round_up(count, width); ++i) scores[i] = -INFINITY;
+}
+
+/// What changes the scores of one KV stream besides scale. Query heads are counted within the group.
+struct ScoreRules {
+  float softcap_log2e;        // > 0: softcap * log2(e)
+  const float* alibi_slopes;  // [group_size] or null
+  MaskKind mask;
+  DType mask_dtype;             // of an additive mask
+  const void* mask_entries;     // of query token 0, the group's first head, key mask_first_key; strides in elements
+  std::int64_t mask_first_key;  // keys before it are not masked: those before a tree's
+  std::int64_t mask_row_stride;
+  std::int64_t mask_head_stride;
+  std::int64_t mask_token_stride;
+  const float* mask_slopes;  // [group_size] or null, times an additive mask
+};
 
 /// Rows [row_begin, row_begin + num_rows) of one KV stream over one token chunk.
 /// Row r is query token r / group_size of the group's query head r % group_size.
@@ -41,6 +65,7 @@ struct ChunkTask {
   std::int64_t kv_start;
   std::int64_t window;
   bool causal;
+  ScoreRules rules;
 
   bool pair_dot;  // bf16 q and K on a target with dot_pairs: score_tokens_dot
   std::int64_t row_tile;
@@ -74,12 +99,14 @@ struct MergeTask {
   std::int64_t lse_head_stride;
 };
 
-/// Worker scratch: packed q, o, scores, running maximum and sum of every row tile.
+/// Worker scratch: packed q, o, scores, running maximum and sum of every row tile, which rows see which of a step's keys, and
+/// the bias of one tile.
 static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
                                              std::int64_t step_tokens) {
   // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
-  return rows *
-         (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens + 2 * kPadFloats);
+  return rows * (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
+                 2 * kPadFloats + (step_tokens + 1 + 3) / 4) +
+         kMaxRowTile * step_tokens + kPadFloats;
 }
 
 /// One instruction set's code.

@@ -2,10 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <mutex>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/refuse.hpp"
@@ -198,33 +195,28 @@ void apply(const KernelShape& shape, const Problem& p, AttendParams& a) {
   a.share_splits = shape.share_splits;
 }
 
-/// Allows a kernel all the shared memory of a multiprocessor and any cluster size, once for each device.
-void allow_all(const void* kernel) {
-  static std::mutex mutex;
-  static std::set<std::pair<int, const void*>> allowed;
-  int ordinal = 0;
-  require_success(cudaGetDevice(&ordinal), "device");
-  const std::lock_guard lock(mutex);
-  if (allowed.count({ordinal, kernel}) > 0) return;
-  int most = 0;
-  require_success(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "shared memory");
-  cudaFuncAttributes attributes{};
-  require_success(cudaFuncGetAttributes(&attributes, kernel), "kernel");
-  require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       most - static_cast<int>(attributes.sharedSizeBytes)),
-                  "shared memory");
-  if (attributes.binaryVersion >= 90) {
+/// Allows a kernel what the launch needs beyond what every kernel may have. A kernel's limits are the process's: every
+/// call sets the same ones, so that calls of several threads do not undo each other's.
+void allow(const void* kernel, int shared_bytes, int cluster_blocks) {
+  if (shared_bytes > 48 * 1024) {
+    constexpr int kStaticBytes = 12 * 1024;  // more than any kernel's own
+    int ordinal = 0;
+    int most = 0;
+    require_success(cudaGetDevice(&ordinal), "device");
+    require_success(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "shared memory");
+    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticBytes),
+                    "shared memory");
+  }
+  if (cluster_blocks > 8) {
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster size");
   }
-  allowed.insert({ordinal, kernel});
 }
 
-void launch(const core::PlanData& data, const void* kernel, int warps, int shared_rows, AttendParams& a,
+void launch(const core::PlanData& data, const void* kernel, int warps, int shared_bytes, AttendParams& a,
             cudaStream_t stream) {
   const Problem& p = data.problem;
-  const int shared_bytes = merge_shared_bytes(a.shape, warps, shared_rows, a.head_dim_v);
   const bool cluster = a.shape.join == kJoinCluster;
-  allow_all(kernel);
+  allow(kernel, shared_bytes, cluster ? a.shape.num_splits : 1);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(static_cast<unsigned>(warps) * 32);
@@ -263,22 +255,17 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
   auto* const stream = static_cast<cudaStream_t>(context.cuda_stream);
   if (plan.mma.exists && to_rows(a.q, a.q_type, a.q_rows) && to_rows(a.k, a.k_type, a.k_rows) &&
       to_rows(a.v, a.v_type, a.v_rows)) {
-    const KernelShape& s = plan.mma;
-    apply(s, p, a);
-    const bool plain = s.plain && a.kv_starts == nullptr && a.vector_out;
-    const MmaChoice choice = {s.join,
-                              a.head_dim_qk,
-                              a.head_dim_v,
-                              s.row_tiles,
-                              plain,
-                              plain && s.one_step,
-                              plain ? s.step_tiles : step_tiles(a.head_dim_qk),
-                              plain ? s.warps : kWarps};
-    const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(choice) : mma_kernel_f16(choice);
-    launch(data, kernel, choice.warps, plain ? kPlainRows : s.rows_per_block, a, stream);
+    apply(plan.mma, p, a);
+    const bool plain = plan.plain.has_value() && a.kv_starts == nullptr && a.vector_out;
+    const MmaInstance& instance = plain ? *plan.plain : plan.instance;
+    const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(instance) : mma_kernel_f16(instance);
+    const int shared_bytes = merge_shared_bytes(a.shape, instance.warps, plain ? kPlainRows : a.shape.rows_per_block,
+                                                a.head_dim_v, instance.kv_bytes);
+    launch(data, kernel, instance.warps, shared_bytes, a, stream);
   } else {
     apply(plan.generic, p, a);
-    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, a.shape.rows_per_block, a, stream);
+    const int shared_bytes = merge_shared_bytes(a.shape, kWarps, a.shape.rows_per_block, a.head_dim_v, 0);
+    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, shared_bytes, a, stream);
   }
 }
 

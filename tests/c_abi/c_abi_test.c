@@ -202,8 +202,10 @@ static void test_plan_arguments(void) {
   problem.causal = 2;
   CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "causal");
   problem = make_problem(4);
-  problem.reserved = 1;
-  CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "reserved");
+  problem.mask_dtype = KVONCE_DTYPE_F16; /* without an additive mask */
+  CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "mask_dtype");
+  problem.mask_dtype = 3;
+  CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "mask_dtype");
 
   problem = make_problem(4);
   CHECK_OK(kvonce_options_init(&options, sizeof options));
@@ -342,7 +344,7 @@ static void test_struct_versions(void) {
   /* Bytes past a short struct belong to the caller: neither read nor written. */
   memset(&problem, 0xff, sizeof problem);
   CHECK_OK(kvonce_problem_init(&problem, KVONCE_PROBLEM_BASIC_SIZE));
-  CHECK(problem.quant_group == -1 && problem.reserved == -1);
+  CHECK(problem.quant_group == -1 && problem.mask_dtype == -1);
   problem.num_seqs = kSeqs;
   problem.q_len = kQLen;
   problem.num_q_heads = (int64_t)3 * kKvHeads;

@@ -358,13 +358,13 @@ TEST(PlanTest, WhatTheBackendDoesNotServeIsRefusedWithAnAlternative) {
     expect_error([&] { make_plan(p, device()); }, ErrorCode::Unsupported, {name, "; "});
   };
   unsupported([](Problem& p) { p.k_format = KvFormat::f8_e4m3; }, "k_format");
-  unsupported([](Problem& p) { p.v_format = KvFormat::q8_0; }, "v_format");
-  unsupported([](Problem& p) { p.softcap = 30.0F; }, "softcap");
-  unsupported([](Problem& p) { p.has_alibi = true; }, "alibi");
+  unsupported(
+      [](Problem& p) {
+        p.v_format = KvFormat::mlx_int4;
+        p.quant_group = 32;
+      },
+      "v_format");
   unsupported([](Problem& p) { p.has_segments = true; }, "segments");
-  for (const MaskKind mask : {MaskKind::boolean, MaskKind::additive, MaskKind::tree}) {
-    unsupported([mask](Problem& p) { p.mask = mask; }, "mask");
-  }
   unsupported(
       [](Problem& p) {
         p.layout = KvLayout::paged_nhd;
@@ -379,7 +379,7 @@ TEST(PlanTest, WhatTheBackendDoesNotServeIsRefusedWithAnAlternative) {
 TEST(PlanTest, AnInvalidProblemIsRefusedBeforeAnythingElse) {
   Problem p = decode_problem();
   p.num_q_heads = 33;
-  p.softcap = 30.0F;  // not served either, but the problem itself is wrong
+  p.has_segments = true;  // not served either, but the problem itself is wrong
   Device missing = device();
   missing.unavailable = "not here";
   expect_error([&] { make_plan(p, missing); }, ErrorCode::InvalidArgument, {"num_q_heads", "33"});

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "shared/numeric.h"
@@ -127,6 +128,20 @@ TEST(ReferenceTest, AdditiveMaskAddsAndMinusInfinityHides) {
   const ReferenceResult result = small.run();
   EXPECT_NEAR(result.out[0], 150.0 / 7.0, 30 * kTolerance);  // weights 2 2 3
   EXPECT_NEAR(result.lse[0], std::log(7.0), kTolerance);
+}
+
+TEST(ReferenceTest, MasksOf16BitsAreReadAsTheirType) {
+  for (const auto& [dtype, one, minus_infinity] :
+       {std::tuple{DType::f16, 0x3c00, 0xfc00}, std::tuple{DType::bf16, 0x3f80, 0xff80}}) {
+    Small small;
+    const std::vector<std::uint16_t> mask = {static_cast<std::uint16_t>(one), 0, 0,
+                                             static_cast<std::uint16_t>(minus_infinity)};
+    small.problem.mask = MaskKind::additive;
+    small.problem.mask_dtype = dtype;
+    small.inputs.mask = mask.data();
+    small.k[3] = kNaN;
+    EXPECT_NEAR(small.run().lse[0], std::log(std::exp(1.0) + 5.0), kTolerance);  // weights e 2 3
+  }
 }
 
 TEST(ReferenceTest, MaskSlopesMultiplyPerQueryHead) {

@@ -221,6 +221,12 @@ TEST(ValidateTest, OptionsThatNeedAnotherOptionSaySo) {
     p.has_mask_slopes = true;
     p.mask = MaskKind::additive;
   });
+  const auto half_mask = [](Problem& p) { p.mask_dtype = DType::f16; };
+  expect_problem_refused(half_mask, "mask_dtype", "f16");
+  expect_problem_accepted([](Problem& p) {
+    p.mask_dtype = DType::f16;
+    p.mask = MaskKind::additive;
+  });
   const auto paged_segments = [](Problem& p) {
     p.has_segments = true;
     p.layout = KvLayout::paged_nhd;

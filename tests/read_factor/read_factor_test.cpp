@@ -23,6 +23,8 @@ struct Shape {
   std::int64_t expected_read_factor;
   std::int64_t window = 0;
   std::int64_t kv_start = 0;
+  std::int64_t hidden_begin = 0;  // a mask hides these tokens: whole steps of kMaskedStep tokens
+  std::int64_t hidden_end = 0;
 };
 
 constexpr Shape kShapes[] = {
@@ -37,8 +39,18 @@ constexpr Shape kPartlySeen[] = {
     {8, 4, 128, 1, 16, 0}, {8, 1, 40, 1, 400, 0}, {4, 1, 64, 1, 0, 128}, {7, 2, 72, 1, 0, 300}, {8, 1, 128, 1, 90, 250},
 };
 
+// Hidden steps at a chunk's start, in its middle, a whole chunk and more, the end of the sequence.
+constexpr std::int64_t kMaskedStep = 32;
+constexpr Shape kMasked[] = {
+    {1, 1, 128, 1, 0, 0, 0, 64},   {3, 1, 64, 1, 0, 0, 32, 96},   {4, 1, 128, 1, 0, 0, 96, 288},
+    {8, 1, 64, 1, 0, 0, 128, 256}, {5, 3, 80, 1, 0, 0, 160, 192}, {14, 1, 64, 1, 0, 0, 256, 352},
+};
+
 constexpr std::int64_t kCapacity = 400;
 constexpr std::int64_t kValid = 333;
+
+// Values per unit of a stride.
+std::int64_t unit_values(KvFormat format) { return format == KvFormat::q8_0 || format == KvFormat::q4_0 ? 32 : 1; }
 
 void expect_read_factor(const Device& device, KvFormat format, const Shape& shape) {
   Problem problem;
@@ -54,10 +66,17 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   problem.causal = shape.expected_read_factor == 1;
   PlanOptions options;
   options.chunk_tokens = 128;
+  const bool masked = shape.hidden_end > 0;
+  if (masked) {
+    problem.mask = MaskKind::additive;
+    problem.mask_dtype = DType::f16;
+    options.policy.step_tokens = kMaskedStep;
+  }
   const Plan plan = make_plan(problem, device, options);
   SCOPED_TRACE(std::string(plan.kernel_id()) + " group " + std::to_string(shape.group) + " q_len " +
                std::to_string(shape.q_len) + " window " + std::to_string(shape.window) + " from " +
-               std::to_string(shape.kv_start));
+               std::to_string(shape.kv_start) + " hidden " + std::to_string(shape.hidden_begin) + ".." +
+               std::to_string(shape.hidden_end));
   ASSERT_NE(plan.kernel_id().find("attend_" + device.target + "_"), std::string_view::npos);
   EXPECT_EQ(plan.read_factor(), shape.expected_read_factor);
 
@@ -71,14 +90,18 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
 
   Inputs inputs;
   const std::int64_t q_head = shape.q_len * shape.head_dim;
-  const std::int64_t kv_head = kCapacity * shape.head_dim;
+  const std::int64_t kv_row = shape.head_dim / unit_values(format);
+  const std::int64_t kv_head = kCapacity * kv_row;
   inputs.q = {q.data(), problem.num_q_heads * q_head, q_head, shape.head_dim};
-  inputs.k = {k.data(), 2 * kv_head, kv_head, shape.head_dim};
-  inputs.v = {v.data(), 2 * kv_head, kv_head, shape.head_dim};
+  inputs.k = {k.data(), 2 * kv_head, kv_head, kv_row};
+  inputs.v = {v.data(), 2 * kv_head, kv_head, kv_row};
   const std::int32_t kv_lens[] = {static_cast<std::int32_t>(kValid)};
   inputs.kv_lens = kv_lens;
   const std::int32_t kv_starts[] = {static_cast<std::int32_t>(shape.kv_start)};
   inputs.kv_starts = kv_starts;
+  std::vector<std::uint16_t> mask(kCapacity, 0);
+  std::fill(mask.begin() + shape.hidden_begin, mask.begin() + shape.hidden_end, 0xfc00);  // -inf
+  if (masked) inputs.mask = mask.data();
   Outputs outputs;
   outputs.out = out.data();
   outputs.out_seq_stride = problem.num_q_heads * q_head;
@@ -87,7 +110,7 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   Context context;
   context.num_threads = 1;
 
-  const bool partly_seen = shape.window > 0 || shape.kv_start > 0;
+  const bool partly_seen = shape.window > 0 || shape.kv_start > 0 || masked;
   // Steps begin at the first key seen, not where the counter's do: bytes then count once, however often they are fetched.
   const auto step = static_cast<std::size_t>(partly_seen ? kCapacity : plan.policy().step_tokens);
   for (std::int64_t head = 0; head < 2; ++head) {
@@ -100,9 +123,13 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
     const std::int64_t first_seen = std::max(shape.kv_start, oldest);
     const auto first_piece = static_cast<std::size_t>(first_seen * row_bytes) / test::LoadCounter::kPieceBytes;
     const auto end_piece = static_cast<std::size_t>(kValid * row_bytes) / test::LoadCounter::kPieceBytes;
+    const auto pieces_of_a_row = static_cast<std::size_t>(row_bytes) / test::LoadCounter::kPieceBytes;
     for (const auto* counter : {&of_k, &of_v}) {
       for (std::size_t piece = 0; piece < counter->fetches().size(); ++piece) {
-        const std::int64_t expected = piece >= first_piece && piece < end_piece ? plan.read_factor() : 0;
+        const auto token = static_cast<std::int64_t>(piece / pieces_of_a_row);
+        const bool hidden = token >= shape.hidden_begin && token < shape.hidden_end;
+        const bool seen = piece >= first_piece && piece < end_piece && !hidden;
+        const std::int64_t expected = seen ? plan.read_factor() : 0;
         ASSERT_EQ(counter->fetches()[piece], expected)
             << (counter == &of_k ? "K" : "V") << " head " << head << " byte " << piece * 2 << " of token "
             << piece * 2 / static_cast<std::size_t>(row_bytes);
@@ -121,8 +148,10 @@ class ReadFactorTest : public testing::TestWithParam<std::string> {
     }
     ASSERT_EQ(device.target, GetParam());
     if (!device.unavailable.empty()) GTEST_SKIP() << "not run here: " << device.unavailable;
-    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
-      for (const Shape& shape : shapes) expect_read_factor(device, format, shape);
+    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0, KvFormat::q4_0}) {
+      for (const Shape& shape : shapes) {
+        if (shape.head_dim % unit_values(format) == 0) expect_read_factor(device, format, shape);
+      }
     }
   }
 };
@@ -130,6 +159,8 @@ class ReadFactorTest : public testing::TestWithParam<std::string> {
 TEST_P(ReadFactorTest, EveryValidByteIsFetchedAsOftenAsThePlanSays) { expect_read_factors(kShapes); }
 
 TEST_P(ReadFactorTest, AWindowAndLeftPaddingLeaveEveryOtherByteUnread) { expect_read_factors(kPartlySeen); }
+
+TEST_P(ReadFactorTest, StepsThatAMaskHidesStayUnread) { expect_read_factors(kMasked); }
 
 INSTANTIATE_TEST_SUITE_P(Targets, ReadFactorTest,
                          testing::Values("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"),

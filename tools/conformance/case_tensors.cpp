@@ -307,35 +307,40 @@ void CaseTensors::make_mask() {
       num_keys = std::max(num_keys, keys);
     }
   }
+  // Trees have no heads and never broadcast. The mask of fewer keys than kSpareNaNTokens is longer than the keys are.
   const std::int64_t columns = tree ? p.q_len : std::max(num_keys, kSpareNaNTokens);
-  const std::int64_t heads = tree ? 1 : p.num_q_heads;
+  const MaskLayout& layout = spec_.mask;
+  const std::int64_t seqs = layout.one_seq ? std::min<std::int64_t>(p.num_seqs, 1) : p.num_seqs;
+  const std::int64_t heads = tree || layout.one_head ? 1 : p.num_q_heads;
+  const std::int64_t rows = layout.one_row ? std::min<std::int64_t>(p.q_len, 1) : p.q_len;
+  const std::int64_t pitch = 1 + layout.token_gap;
+  const std::size_t bytes = additive ? bytes_of(format_of(p.mask_dtype), 1) : 1;
+  const std::int64_t entries = seqs * heads * rows * columns * pitch;
+  mask_ = make_buffer(static_cast<std::size_t>(entries) * bytes, -1);
+  mask_.fill_byte(0xff);  // NaN, or a key that is shown
   Random random(spec_.seed + 99);
-  std::vector<float> added;
-  std::vector<std::uint8_t> shown;
-  for (std::int64_t seq = 0; seq < p.num_seqs; ++seq) {
-    for (std::int64_t head = 0; head < heads; ++head) {
-      for (std::int64_t row = 0; row < p.q_len; ++row) {
-        for (std::int64_t key = 0; key < columns; ++key) {
-          const bool hide = tree ? key > row || (key < row && random.below(3) == 0) : random.below(3) == 0;
-          if (additive) {
-            const double x = spec_.mask_value ? spec_.mask_value(seq, head, row, key)
-                             : hide           ? -std::numeric_limits<double>::infinity()
-                                              : normal_value(spec_.seed * 4 + 3, random.next() & 0xffffffU);
-            added.push_back(static_cast<float>(x));
-          } else {
-            const bool show = spec_.mask_value ? spec_.mask_value(seq, head, row, key) != 0.0 : !hide;
-            shown.push_back(show ? 1 : 0);
-          }
-        }
-      }
+  for (std::int64_t i = 0; i < seqs * heads * rows * columns; ++i) {
+    const std::int64_t key = i % columns;
+    const std::int64_t row = i / columns % rows;
+    const std::int64_t head = i / columns / rows % heads;
+    const std::int64_t seq = i / columns / rows / heads;
+    const bool hide = tree ? key > row || (key < row && random.below(3) == 0) : random.below(3) == 0;
+    double x = hide ? 0.0 : 1.0;
+    if (additive && hide) x = -std::numeric_limits<double>::infinity();
+    if (additive && !hide) x = normal_value(spec_.seed * 4 + 3, random.next() & 0xffffffU);
+    if (spec_.mask_value) x = spec_.mask_value(seq, head, row, key);
+    unsigned char* const at = mask_.data() + static_cast<std::size_t>(i * pitch) * bytes;
+    if (additive) {
+      store_plain(format_of(p.mask_dtype), x, at);
+    } else {
+      *at = x != 0.0 ? 1 : 0;
     }
   }
-  mask_ = additive ? copy_exact(added) : copy_exact(shown);
   inputs_.mask = mask_.data();
-  inputs_.mask_token_stride = 1;
-  inputs_.mask_row_stride = columns;
-  inputs_.mask_head_stride = tree ? 0 : p.q_len * columns;
-  inputs_.mask_seq_stride = heads * p.q_len * columns;
+  inputs_.mask_token_stride = pitch;
+  inputs_.mask_row_stride = layout.one_row ? 0 : columns * pitch;
+  inputs_.mask_head_stride = heads == 1 ? 0 : rows * columns * pitch;
+  inputs_.mask_seq_stride = layout.one_seq ? 0 : heads * rows * columns * pitch;
 }
 
 void CaseTensors::make_per_head() {

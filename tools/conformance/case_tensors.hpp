@@ -26,6 +26,14 @@ struct TensorLayout {
   std::int64_t offset_bytes = -1;  // payload start after a 64-byte boundary; -1: flush with an unmapped page at the end
 };
 
+/// Which axes a mask broadcasts over, with a stride of 0: it holds index 0 only.
+struct MaskLayout {
+  bool one_seq = false;
+  bool one_head = false;
+  bool one_row = false;
+  std::int64_t token_gap = 0;  // unused entries between two tokens'
+};
+
 struct CaseSpec {
   std::string name;
   Problem problem;
@@ -39,6 +47,7 @@ struct CaseSpec {
   std::uint64_t seed = 1;
   ValueFn q_value, k_value, v_value;       // empty: normal_value(seed, ...)
   ValueFn mask_value;                      // (seq, q_head, row, token); boolean and tree: 0 hides; empty: random
+  MaskLayout mask;                         // of a boolean or additive mask
   std::vector<float> sinks, alibi_slopes;  // used with the problem's flags; empty: chosen from the seed
   std::vector<float> mask_slopes;
   std::vector<Segment> segments;  // used with has_segments

@@ -2,6 +2,7 @@
 // leaked mask) that a tolerance on random data hides.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "conformance.hpp"
@@ -32,6 +33,8 @@ class ExactSuite {
     future_keys();
     window_counts();
     padded_counts();
+    masked_counts();
+    capped_leaks();
     powers_of_two();
     return std::move(results_);
   }
@@ -306,6 +309,72 @@ class ExactSuite {
       spec.kv_starts = {start, static_cast<std::int32_t>(start / 2)};
       spec.q_value = constant(0.0);
       probe_counts("kv_starts", spec);
+    }
+  }
+
+  // Which keys a mask shows, key by key: boolean, additive and, over the newest keys, tree masks.
+  void masked_counts() {
+    for (const MaskKind mask : {MaskKind::boolean, MaskKind::additive, MaskKind::tree}) {
+      for (const std::int64_t q_len : {1, 3, 8}) {
+        for (const std::int64_t chunk : {0, 48}) {
+          if (quick() && q_len != 3) continue;
+          CaseSpec spec = base({6, 2}, 128, 256, q_len, KvFormat::f16, DType::f16);
+          spec.kv_lens = {256, 200};
+          spec.options.chunk_tokens = chunk;
+          spec.problem.mask = mask;
+          if (mask == MaskKind::additive) spec.problem.mask_dtype = DType::f16;
+          spec.q_value = constant(0.0);
+          const auto shows = [mask, q_len](std::int64_t seq, std::int64_t head, std::int64_t row, std::int64_t token) {
+            if (mask == MaskKind::tree) return (row + token * 3) % q_len < 2;
+            return (token < 30 || token >= 160) && (token * 3 + row + head + seq) % 4 != 0;
+          };
+          spec.mask_value = [mask, shows](std::int64_t seq, std::int64_t head, std::int64_t row, std::int64_t token) {
+            const bool shown = shows(seq, head, row, token);
+            if (mask == MaskKind::additive) return shown ? 0.0 : -std::numeric_limits<double>::infinity();
+            return shown ? 1.0 : 0.0;
+          };
+          const auto sees = [&spec, mask, shows](std::int64_t seq, std::int64_t head, std::int64_t row,
+                                                 std::int64_t token) {
+            const std::int64_t first = spec.kv_lens[static_cast<std::size_t>(seq)] - spec.problem.q_len;
+            if (mask == MaskKind::tree) return token < first || shows(seq, 0, row, token - first);
+            return shows(seq, head, row, token);
+          };
+          for (std::int64_t first = 0; first < 256; first += 128) {
+            spec.v_value = [first](std::int64_t, std::int64_t, std::int64_t token, std::int64_t d) {
+              return token == first + d ? 256.0 : 0.0;
+            };
+            add("masks", spec, [&](std::int64_t seq, std::int64_t head, std::int64_t row, std::int64_t d) {
+              const auto range = visible(spec, seq, row);
+              const std::int64_t probed = first + d;
+              std::int64_t count = 0;
+              for (std::int64_t token = range.begin; token < range.end; ++token) {
+                count += sees(seq, head, row, token) ? 1 : 0;
+              }
+              const bool seen = probed >= range.begin && probed < range.end && sees(seq, head, row, probed);
+              return seen ? 256.0 / static_cast<double>(count) : 0.0;
+            });
+          }
+        }
+      }
+    }
+  }
+
+  // B90: with a softcap of 1 and half of the keys masked, a masked V of 1000 must not leak; all seen V are 1.
+  void capped_leaks() {
+    for (const KvFormat format : kPlain) {
+      for (const std::int64_t q_len : {1, 4}) {
+        CaseSpec spec = base({14, 2}, 64, 130, q_len, format, static_cast<DType>(format));
+        spec.problem.softcap = 1.0F;
+        spec.problem.mask = MaskKind::boolean;
+        spec.mask_value = [](std::int64_t, std::int64_t, std::int64_t, std::int64_t token) {
+          return token % 2 == 0 ? 1.0 : 0.0;
+        };
+        spec.v_value = [](std::int64_t, std::int64_t, std::int64_t token, std::int64_t) {
+          return token % 2 == 0 ? 1.0 : 1000.0;
+        };
+        add(
+            "B90", spec, [](std::int64_t, std::int64_t, std::int64_t, std::int64_t) { return 1.0; }, Weights::any);
+      }
     }
   }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <sstream>
 #include <string>
 
@@ -312,6 +313,65 @@ std::vector<CaseSpec> grid_cases(const GridLimits& limits) {
   return cases;
 }
 
+CaseSpec with_score_rules(const CaseSpec& plain) {
+  CaseSpec spec = plain;
+  Random random(plain.seed + 9000);
+  Problem& p = spec.problem;
+  p.mask = random.pick(std::vector<MaskKind>{MaskKind::none, MaskKind::boolean, MaskKind::additive, MaskKind::additive,
+                                             MaskKind::additive, MaskKind::tree});
+  if (p.mask == MaskKind::additive) {
+    p.mask_dtype = random.pick(kDTypes);
+    p.has_mask_slopes = random.below(3) == 0;
+  }
+  if (p.mask == MaskKind::boolean || p.mask == MaskKind::additive) {
+    spec.mask.one_seq = random.below(3) == 0;
+    spec.mask.one_head = random.below(3) != 0;
+    spec.mask.one_row = random.below(4) == 0;
+    spec.mask.token_gap = random.pick(std::vector<std::int64_t>{0, 0, 1, 3});
+    // A third random throughout; else runs of tokens that are all seen, all hidden or mixed, without other entries.
+    if (random.below(3) != 0) {
+      const std::int64_t run = random.pick(std::vector<std::int64_t>{16, 64, 200, 1000});
+      const double shown = p.mask == MaskKind::boolean ? 1.0 : 0.0;
+      const double hidden = p.mask == MaskKind::boolean ? 0.0 : -std::numeric_limits<double>::infinity();
+      spec.mask_value = [run, shown, hidden, seed = spec.seed](std::int64_t seq, std::int64_t head, std::int64_t row,
+                                                               std::int64_t token) {
+        const auto kind = splitmix64(seed + static_cast<std::uint64_t>(token / run * 64 + seq)) % 4;
+        const auto own = splitmix64(seed * 31 + static_cast<std::uint64_t>((token * 80 + head) * 16 + row)) % 2;
+        return kind == 0 || (kind == 1 && own == 0) ? hidden : shown;
+      };
+    }
+  }
+  p.has_alibi = p.mask == MaskKind::none || random.below(4) == 0;
+  p.softcap = random.pick(std::vector<float>{0.0F, 0.0F, 1.5F, 50.0F});
+  p.has_sinks = random.below(3) == 0;
+  spec.name += " mask=" + std::string(to_string(p.mask)) + " of " + std::string(to_string(p.mask_dtype)) +
+               " slopes=" + std::to_string(p.has_mask_slopes) + " alibi=" + std::to_string(p.has_alibi) +
+               " softcap=" + std::to_string(p.softcap) + " sinks=" + std::to_string(p.has_sinks);
+  return spec;
+}
+
+CaseSpec with_block_formats(const CaseSpec& plain) {
+  CaseSpec spec = plain;
+  Random random(plain.seed + 11000);
+  Problem& p = spec.problem;
+  const std::vector<KvFormat> blocks = {
+#define KVONCE_BLOCK_FORMAT(name) KvFormat::name,
+#include "shared/instances.def"
+  };
+  p.k_format = random.pick(blocks);
+  p.v_format = random.pick(blocks);
+  if (random.below(3) == 0) (random.below(2) == 0 ? p.k_format : p.v_format) = random.pick(kFormats);
+  if (p.v_is_k_prefix) p.v_format = p.k_format;
+  p.head_dim_qk = (p.head_dim_qk + 31) / 32 * 32;
+  p.head_dim_v = (p.head_dim_v + 31) / 32 * 32;
+  for (TensorLayout* layout : {&spec.k, &spec.v}) {
+    if (layout->offset_bytes == 20) layout->offset_bytes = 2;  // blocks are aligned to two bytes
+  }
+  spec.name += " blocks k=" + std::string(to_string(p.k_format)) + " v=" + std::string(to_string(p.v_format)) + " d" +
+               std::to_string(p.head_dim_qk) + 'x' + std::to_string(p.head_dim_v);
+  return spec;
+}
+
 std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResult& on_result) {
   std::vector<CaseResult> results;
   const std::uint64_t num_arrays = level == Level::full ? 10 : 1;
@@ -329,6 +389,19 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
         results.push_back(check_oracle(named, device));
         if (on_result) on_result(results.back());
       }
+      // Once more, every fourth case each (quick: every eighth), with what changes scores and hides keys, with block formats,
+      // and every sixteenth with both.
+      if (device.backend != Backend::cpu) continue;
+      const std::uint64_t period = level == Level::quick ? 8 : 4;
+      CaseSpec again = spec;
+      if (spec.seed % period == 1 || spec.seed % (4 * period) == 0) again = with_block_formats(again);
+      if (spec.seed % period == 0) again = with_score_rules(again);
+      if (again.name == spec.name) continue;
+      again.name = device.target + " " + again.name;
+      again.options.policy.pair_dot = -1;
+      if (!is_wanted(again.name)) continue;
+      results.push_back(check_oracle(again, device));
+      if (on_result) on_result(results.back());
     }
   }
   return results;

@@ -18,7 +18,11 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static Vec add_bias(Vec a, Vec b) {
+    return _mm512_mask_add_ps(b, _mm512_cmp_ps_mask(b, broadcast(-__builtin_inff()), _CMP_NEQ_UQ), a, b);
+  }
   static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static void pin(Vec& v) { asm("" : "+v"(v)); }
   static void pin(__m512i& v) { asm("" : "+v"(v)); }
@@ -190,5 +194,33 @@ struct Simd::Elements<KvFormat::bf16> {
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     store(p, _mm512_permutex2var_ps(a, low, b));
     store(p + width, _mm512_permutex2var_ps(a, high, b));
+  }
+};
+
+/// A block of 32 values is a pair of vectors.
+template <>
+struct Simd::Elements<KvFormat::q8_0> {
+  using Stored = shared::Q8Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int /*first*/, Vec& a, Vec& b) {
+    const auto* codes = reinterpret_cast<const __m128i*>(block->codes);
+    const Vec scale = scale_of(block->scale);
+    a = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))), scale);
+    b = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))), scale);
+  }
+  static Vec scale_of(std::uint16_t f16) { return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(f16))); }
+};
+
+/// The low four bits of a lane choose one of the sixteen values that the block's scale allows.
+template <>
+struct Simd::Elements<KvFormat::q4_0> {
+  using Stored = shared::Q4Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int /*first*/, Vec& a, Vec& b) {
+    const Vec levels = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const Vec values = mul(levels, Elements<KvFormat::q8_0>::scale_of(block->scale));
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes)));
+    a = _mm512_permutexvar_ps(codes, values);
+    b = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), values);
   }
 };

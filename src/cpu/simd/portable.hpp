@@ -4,7 +4,8 @@
 //   width, kMaxRowTile, kRegisters     floats per vector; most rows of a tile; vector registers
 //   kHasPairDot                        dot_pairs(acc, a, b) exists: products of bf16 pairs added to float32 lanes
 //   zero broadcast load store          float32 vectors, any alignment
-//   add sub mul max fmadd              fmadd(a, b, c) = a * b + c; max is its second operand or NaN when either is NaN
+//   add sub mul div max fmadd          fmadd(a, b, c) = a * b + c; max is its second operand or NaN when either is NaN
+//   add_bias(a, b)                     a + b, but -inf wherever b is -inf, NaN in a included
 //   pin                                the value stays in a register: gcc otherwise folds a load into each of its uses,
 //                                      and the kernels are bound by loads (f32, 8 rows, d128, AVX-512: 1.45x, Ice Lake)
 //   kHasSplit                          the verbs of attend_split.hpp: load_twice(p) puts width / 2 floats into both halves,
@@ -20,7 +21,8 @@
 //   max_across<period>                 every lane gets the maximum over the lanes that are equal to it modulo period
 //   prefetch, prefetch_l2              one cache line into the nearest cache, or into L2; never faults. Inlined by force: gcc
 //                                      drops calls of a function that does nothing else
-//   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors
+//   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors; of block formats only values
+//                                      [first, first + 2 * width) of a block
 //   store_as<dtype>(p, v, count)       the first count lanes rounded to dtype
 #pragma once
 
@@ -30,6 +32,7 @@
 #include "cpu/simd/store_lanes.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
+#include "shared/ggml_blocks.h"
 #include "shared/numeric.h"
 
 namespace kvonce::cpu::portable {
@@ -56,7 +59,9 @@ struct Simd {
   static Vec add(Vec a, Vec b) { return a + b; }
   static Vec sub(Vec a, Vec b) { return a - b; }
   static Vec mul(Vec a, Vec b) { return a * b; }
+  static Vec div(Vec a, Vec b) { return a / b; }
   static Vec max(Vec a, Vec b) { return a > b ? a : b; }
+  static Vec add_bias(Vec a, Vec b) { return b == broadcast(-__builtin_inff()) ? b : a + b; }
   static Vec fmadd(Vec a, Vec b, Vec c) { return a * b + c; }
 
   static void pin([[maybe_unused]] Vec& v) {
@@ -169,6 +174,35 @@ struct Simd::Elements<KvFormat::bf16> {
     for (int i = 0; i < width; ++i) {
       p[2 * i] = a[i];
       p[2 * i + 1] = b[i];
+    }
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q8_0> {
+  using Stored = shared::Q8Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    const float scale = shared::f16_to_f32(block->scale);
+    for (int i = 0; i < width; ++i) {
+      a[i] = static_cast<float>(block->codes[first + i]) * scale;
+      b[i] = static_cast<float>(block->codes[first + width + i]) * scale;
+    }
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q4_0> {
+  using Stored = shared::Q4Block;
+  static constexpr bool kEvenOdd = false;
+  /// `first` below 16: low nibbles, else high ones.
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    const float scale = shared::f16_to_f32(block->scale);
+    const int shift = first / 16 * 4;
+    const std::uint8_t* codes = block->codes + first % 16;
+    for (int i = 0; i < width; ++i) {
+      a[i] = static_cast<float>((codes[i] >> shift & 15) - 8) * scale;
+      b[i] = static_cast<float>((codes[width + i] >> shift & 15) - 8) * scale;
     }
   }
 };
