@@ -36,7 +36,7 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
     causal: the newest query token sees the newest key (bottom-right aligned), the one before it a key less. False: all
         see every key.
     window: newest keys that a query token sees, itself included; 0: all.
-    softcap: not served yet (NotImplementedError when above 0).
+    softcap: above 0, a score becomes softcap * tanh(score / softcap); not on CUDA yet (NotImplementedError).
     sinks: [num_q_heads], one extra logit per query head without a value; float32 or float64, in CUDA memory float32.
     kv_lens: [num_seqs] tokens that count, 0 to kv_len; int32, int64 or a list. Default: all of k. With q in CUDA memory
         an int32 array beside it, which is read when the work runs; what exceeds kv_len counts as kv_len.

@@ -99,7 +99,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         read when the work runs, so that replays of a graph see new lengths; what exceeds kv_len counts as kv_len.
     kv_starts: [num_seqs] tokens of left padding that are skipped.
     window: newest keys that a query token sees, itself included; 0: all.
-    softcap: not served yet (NotImplementedError when above 0).
+    softcap: above 0, a score becomes softcap * tanh(score / softcap); not on CUDA yet (NotImplementedError).
     sinks: [num_q_heads], one extra logit per query head without a value; float32.
 
     Tensors are on one device; on CUDA the work is enqueued on the current stream, and one call before a graph captures
