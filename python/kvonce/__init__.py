@@ -48,8 +48,8 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
     threads: CPU; default: KVONCE_NUM_THREADS, or the CPUs of this process. Results do not depend on it.
     target: CPU; a name of kvonce.devices(); default: KVONCE_CPU_TARGET, or the best.
     policy: tunables, "row_tile=4,chunk_tokens=2048", or the path of a policy file (docs/tuning.md).
-    stream: CUDA; the cudaStream_t as an int. Default: torch's current stream of q's device. Where it is given, torch's
-        tensors have to be ready on it; of other arrays it waits for the work.
+    stream: CUDA; the cudaStream_t as an int. Default: torch's current stream of q's device. Where it is given, ordering
+        it with the streams of torch's tensors, results included, is up to the caller; for other arrays it is done.
 
     Returns out, an array of q's kind; with return_lse (out, lse), lse float32 [num_seqs, num_q_heads, q_len], the
     natural logarithm of the sum of exponentials. A row that sees no key has out 0 and lse -inf. Other threads of Python

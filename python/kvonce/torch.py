@@ -23,7 +23,7 @@ _library.define("attend" + _ARGUMENTS + " -> Tensor", tags=_TAGS)
 _library.define("attend.lse" + _ARGUMENTS + " -> (Tensor out, Tensor lse)", tags=_TAGS)
 
 
-_choices_of_threads = {}
+_choices_of_threads: dict[int | None, _core.Choices] = {}
 
 
 def _run(return_lse, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap):
@@ -118,9 +118,9 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         _require_tensor(name, tensor, query)
         if tensor.dim() != 4:
             _refuse(name, f"{tensor.dim()} dims", "4: [num_seqs, heads, tokens, head_dim]")
-    for name, tensor in (("kv_lens", kv_lens), ("kv_starts", kv_starts), ("sinks", sinks)):
-        if tensor is not None:
-            _require_tensor(name, tensor, query)
+    for name, vector in (("kv_lens", kv_lens), ("kv_starts", kv_starts), ("sinks", sinks)):
+        if vector is not None:
+            _require_tensor(name, vector, query)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         _refuse("enable_gqa", f"False for {query.shape[1]} query heads and {key.shape[1]} KV heads", "True")
     return _operators[return_lse](query, key, value, kv_lens, kv_starts, sinks, scale, is_causal, window, softcap)
