@@ -3,8 +3,8 @@
 # usage: device_check.sh check|sanitize|bench|chain|peers|python|all [OUT]
 # OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*; peers:
 # src/libkvonce.so, bench/libkvonce_neighbours.so); else build/release is built first, which needs nvcc 12.8 or newer.
-# python needs a python3 with torch, Python.h and nanobind (KVONCE_PYTHON_SITE=DIR: a folder of packages that has it), and builds
-# the module in build/device-python; KVONCE_PYTHON_PACKAGE=DIR takes the folder that holds a built package `kvonce`.
+# python needs a python3 with torch, Python.h (KVONCE_PYTHON_INCLUDE=DIR: its folder) and nanobind (KVONCE_PYTHON_SITE=DIR: a
+# folder of packages that has it), and builds the module in build/device-python; KVONCE_PYTHON_PACKAGE=DIR takes the folder that holds a built package `kvonce`.
 # KVONCE_PYTHON_TESTS: names, as for tests/python/run.py.
 # all: every part but python, packed into OUT/device-check.tar.xz, as far as it came.
 # peers needs a python3 with torch. KVONCE_PEERS_SITE=DIR is a folder of Python packages with FlashInfer and FlashAttention-3.
@@ -96,7 +96,8 @@ case $part in
     package=${KVONCE_PYTHON_PACKAGE:-$build/python}
     if [[ -z ${KVONCE_PYTHON_PACKAGE:-} ]]; then
       cmake -S "$root" -B "$build" -D KVONCE_BUILD_PYTHON=ON -D KVONCE_BUILD_TOOLS=OFF -D KVONCE_BUILD_TESTS=OFF \
-        -D KVONCE_INSTALL=OFF -D KVONCE_CUDA=ON -D Python_EXECUTABLE="$(command -v python3)" >"$out/configure.txt"
+        -D KVONCE_INSTALL=OFF -D KVONCE_CUDA=ON -D Python_EXECUTABLE="$(command -v python3)" \
+        ${KVONCE_PYTHON_INCLUDE:+-D Python_INCLUDE_DIR="$KVONCE_PYTHON_INCLUDE"} >"$out/configure.txt"
       cmake --build "$build" -j "$(nproc)" --target kvonce_python >"$out/build.txt" || { tail -n 40 "$out/build.txt"; exit 1; }
     fi
     # shellcheck disable=SC2086 # one word per name

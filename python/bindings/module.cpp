@@ -20,7 +20,9 @@ constexpr const char* kPlanAttend = R"(Runs the plan. Shapes, units and errors a
     k, v: [num_seqs, num_kv_heads, kv_len, ...]; kv_len is anything up to max_kv_len, or more with kv_lens.
     Arrays are in the memory of the plan's device.
 
-Threads may call this at once: each call has a workspace of its own, kept for later calls.)";
+Threads may call this at once: each call has a workspace of its own, kept for later calls. On a CUDA device a stream has
+one, and a graph that captures the call has one until it is destroyed; call once before the capture, so that the
+workspace is made and prepared outside of the graph.)";
 
 PyObject* exception_of(ErrorCode code) {
   switch (code) {
@@ -149,6 +151,7 @@ NB_MODULE(_core, module) {
   using kvonce::python::Choices;
   using kvonce::python::Text;
 
+  nb::set_leak_warnings(false);  // torch keeps an operator's functions, and what they hold, until the process ends
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);

@@ -5,7 +5,8 @@ import sys
 
 from . import _core
 
-_kept = {}  # token: (the Workspaces, their key), for each workspace that belongs to the graphs of a capture
+# By token: the Workspaces and their key, for each workspace that belongs to the graphs of a capture.
+_kept: dict[int, tuple["Workspaces", tuple[int, int]]] = {}
 _tokens = itertools.count(1)
 
 

@@ -100,8 +100,8 @@ class PlanTest(unittest.TestCase):
             kvonce.plan(4, 2, 64, 90, device="cuda", threads=2)
 
     def test_formats_that_are_not_served(self):
-        with self.assertRaisesRegex(NotImplementedError, "q8_0"):
-            kvonce.plan(32, 4, 128, 8192, k_format="q8_0")
+        with self.assertRaisesRegex(NotImplementedError, "f8_e4m3"):
+            kvonce.plan(32, 4, 128, 8192, k_format="f8_e4m3")
         with self.assertRaisesRegex(ValueError, "^v_format: got 'q9', allowed: float32, float16, bfloat16$"):
             kvonce.plan(32, 4, 128, 8192, v_format="q9")
 

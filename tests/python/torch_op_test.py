@@ -53,7 +53,7 @@ class TorchOpTest(unittest.TestCase):
         arrays = tensors(q_len=3)
         lens, starts = torch.tensor([150, 20], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
         for options in ({"kv_lens": lens}, {"kv_lens": lens.long(), "kv_starts": starts}, {"scale": 0.3},
-                        {"is_causal": True, "window": 17}, {"sinks": torch.linspace(-2, 3, 6)},
+                        {"is_causal": True, "window": 17}, {"softcap": 3.0}, {"sinks": torch.linspace(-2, 3, 6)},
                         {"kv_lens": torch.tensor([0, 150], dtype=torch.int32)}):
             with self.subTest(**options):
                 self.check(arrays, **options)
