@@ -153,16 +153,17 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
 
     const float* q_vec = q;
     std::int64_t dim = 0;
-    for (; dim + kStride <= dims; dim += kStride) {
+    for (; dim + kStride <= dims; dim += kStride, q_vec += kStride * rows) {
       KVONCE_UNROLL
-      for (std::int64_t pair = 0; pair < kStride; pair += kPair, q_vec += 2 * rows * S::width) {
+      for (std::int64_t pair = 0; pair < kStride; pair += kPair) {
+        const float* q_pair = q_vec + pair * rows;
         if constexpr (rows <= kTokens) {  // few rows: q stays in registers, K passes through
           Vec q_a[rows];
           Vec q_b[rows];
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) {
-            q_a[r] = S::load(q_vec + r * S::width);
-            q_b[r] = S::load(q_vec + (rows + r) * S::width);
+            q_a[r] = S::load(q_pair + r * S::width);
+            q_b[r] = S::load(q_pair + (rows + r) * S::width);
             S::pin(q_a[r]);
             S::pin(q_b[r]);
           }
@@ -185,7 +186,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
           ahead.advance(kTokens * kPairBytes);
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) {
-            Vec q_a = S::load(q_vec + r * S::width);
+            Vec q_a = S::load(q_pair + r * S::width);
             S::pin(q_a);
             KVONCE_UNROLL
             for (int j = 0; j < kTokens; ++j) {
@@ -194,7 +195,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
           }
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) {
-            Vec q_b = S::load(q_vec + (rows + r) * S::width);
+            Vec q_b = S::load(q_pair + (rows + r) * S::width);
             S::pin(q_b);
             KVONCE_UNROLL
             for (int j = 0; j < kTokens; ++j) {

@@ -27,13 +27,13 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
       Vec sum = S::zero();
       const float* q_vec = q;
       std::int64_t dim = 0;
-      for (; dim + kStride <= dims; dim += kStride) {
+      for (; dim + kStride <= dims; dim += kStride, q_vec += kStride) {
         KVONCE_UNROLL
-        for (std::int64_t pair = 0; pair < kStride; pair += kPair, q_vec += kPair) {
+        for (std::int64_t pair = 0; pair < kStride; pair += kPair) {
           Vec a;
           Vec b;
           load_pair_at<S, format>(row[j], dim, pair, a, b);
-          sum = S::fmadd(b, S::load(q_vec + S::width), S::fmadd(a, S::load(q_vec), sum));
+          sum = S::fmadd(b, S::load(q_vec + pair + S::width), S::fmadd(a, S::load(q_vec + pair), sum));
         }
       }
       if constexpr (!is_block(format)) {
