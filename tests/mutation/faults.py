@@ -5,7 +5,10 @@ ATTEND = "src/cpu/attend.hpp"
 SPLIT = "src/cpu/attend_split.hpp"
 IN_ORDER = "src/cpu/attend_in_order.hpp"  # one row, prefetch_level 2
 DOT = "src/cpu/attend_dot.hpp"  # pair_dot: processors with BF16 dot products
+TASK = "src/cpu/task.hpp"
 CHUNK = "src/cpu/chunk.hpp"
+BIAS = "src/cpu/bias.hpp"
+LOAD = "src/cpu/load.hpp"
 MERGE = "src/cpu/merge.hpp"
 RANGE = "src/shared/token_range.h"
 PARTIAL = "src/shared/partial.h"
@@ -43,9 +46,9 @@ FAULTS = [
     ("sum not rescaled", ATTEND, "total = S::mul(total, factor);", ""),
     ("o not rescaled", ATTEND, "S::store(o, S::mul(S::load(o), S::broadcast(factors[r])))", "S::store(o, S::load(o))"),
     ("rest of K's dims dropped", ATTEND, "for (; dim < dims; dim += S::width, q_vec", "for (; dim + S::width <= dims; dim += S::width, q_vec"),
-    ("rest of V's dims dropped", ATTEND, "  if (dim < dims) {\n    for (std::int64_t t", "  if (dim > dims) {\n    for (std::int64_t t"),
+    ("rest of V's dims dropped", ATTEND, "    if (dim < dims) {\n      for (std::int64_t t", "    if (dim > dims) {\n      for (std::int64_t t"),
     ("odd token dropped", ATTEND, "if (tokens_left > 0)", "if (tokens_left > 1)"),
-    ("padding counted as keys", ATTEND, "scores[i] = -INFINITY;", "scores[i] = 0.0F;"),
+    ("padding counted as keys", TASK, "scores[i] = -INFINITY;", "scores[i] = 0.0F;"),
     ("one row read past the end", ATTEND, "token + j : num_tokens - 1)", "token + j : num_tokens)"),
     ("few-row tiles skip the second half of a pair", ATTEND, "S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]))",
      "S::fmadd(a, q_a[r], acc[j * kLaneRows + r])"),
@@ -53,12 +56,30 @@ FAULTS = [
     ("split tiles swap the tokens of a pair", SPLIT, "row[2 * j] + dim, row[2 * j + 1] + dim", "row[2 * j + 1] + dim, row[2 * j] + dim"),
     ("one row in order drops the rest of K's dims", IN_ORDER, "for (; dim < dims; dim += S::width", "for (; dim + S::width <= dims; dim += S::width"),
     ("one row in order skips the second half of a pair", IN_ORDER,
-     "S::fmadd(b, S::load(q_vec + S::width), S::fmadd(a, S::load(q_vec), sum))", "S::fmadd(a, S::load(q_vec), sum)"),
+     "S::fmadd(b, S::load(q_vec + pair + S::width), S::fmadd(a, S::load(q_vec + pair), sum))", "S::fmadd(a, S::load(q_vec + pair), sum)"),
     ("pair products drop the rest of K's dims", DOT, "if (dim < dims) {", "if (dim > dims) {"),
     ("pair products give every row the first one's q", DOT, "q_offset(task, first_row + r)", "q_offset(task, first_row)"),
     ("pair products skip the last values of q", DOT, "dim + i < task.head_dim_qk ?", "dim + i + 1 < task.head_dim_qk ?"),
-    ("hidden keys off by one", CHUNK, "token >= seen.end) scores", "token > seen.end) scores"),
-    ("ragged values run past the step", CHUNK, "if (seen.end > tokens.end) seen.end = tokens.end;", ""),
+    ("hidden keys off by one", BIAS, "key >= range.begin && key < range.end ? 0.0F", "key >= range.begin && key <= range.end ? 0.0F"),
+    ("runs of unequal visibility", CHUNK, "seen[end] == seen[begin];) ++end;", "seen[end] != 0;) ++end;"),
+    ("hidden steps are read", CHUNK, "if (task_.rules.mask == MaskKind::none) return token;", "return token;"),
+    ("a step that some row sees is skipped", BIAS, "for (std::int64_t row = first_row + 1; row < first_row + num_rows && seen", "for (std::int64_t row = first_row + 1; row < first_row && seen"),
+    ("zero entries in 16 bits hide the others", BIAS, "return static_cast<std::uint16_t>(x & 0x7fff);", "return static_cast<std::uint16_t>(x & 0x7c00 ? 0 : 1);"),
+    ("mask of the row before", BIAS, "rules.mask == MaskKind::none || task.rules.mask_head_stride == 0", "rules.mask == MaskKind::none || true"),
+    ("mask entries in base e", BIAS, "values[t] * slope * shared::kLog2e;", "values[t] * slope;"),
+    ("slope before -inf", BIAS, "bias[t * lanes + r] = hidden ? -INFINITY :", "bias[t * lanes + r] ="),
+    ("softcap of padding counts as keys", BIAS, "  hide_padding(scores, floats, S::width);\n}", "}"),
+    ("ALiBi from the first row's position", BIAS, "task.kv_len - task.q_len + row / task.group_size;", "task.kv_len - task.q_len;"),
+    ("ALiBi slope of head 0", BIAS, "rules.alibi_slopes[row % task.group_size]", "rules.alibi_slopes[0]"),
+    ("mask of sequence 0", RUN, "item.seq * in_.mask_seq_stride + q_head", "q_head"),
+    ("mask slopes of head 0", RUN, "in_.mask_slopes + q_head", "in_.mask_slopes"),
+    ("tree over the oldest keys", RUN, "tree ? kv_len(item.seq) - p_.q_len : 0;", "0;"),
+    ("hidden NaN added to -inf (AVX-512)", AVX512, "_mm512_mask_add_ps(b, _mm512_cmp_ps_mask(b, broadcast(-__builtin_inff()), _CMP_NEQ_UQ), a, b)", "add(a, b)"),
+    ("second half of a block without its scale (AVX-512)", AVX512, "b = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))), scale);",
+     "b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));"),
+    ("both tokens by the first one's scale (AVX-512)", AVX512, "scale_of(p0), 0xff00,", "scale_of(p0), 0x0000,"),
+    ("high nibbles taken for low ones (AVX2)", AVX2, "first == 0 ? bytes : _mm_srli_epi16(bytes, 4)", "bytes"),
+    ("every block of a row is its first", LOAD, "row + static_cast<std::uint64_t>(dim) / shared::kGgmlBlockValues", "row"),
     ("K offsets in 32 bits", CHUNK, "token * task_.k_token_stride * bytes_of", "static_cast<std::int32_t>(token * task_.k_token_stride) * bytes_of"),
     ("lanes of a row left out of its sum", CHUNK, "lane = r; lane < S::width; lane += stride", "lane = r; lane < stride; lane += stride"),
     ("merge keeps the last weight only", MERGE, "sum += weights[c];", "sum = weights[c];"),

@@ -48,9 +48,22 @@ TEST(CaseStringTest, TakesTokensInAnyOrderAndAnySpaces) {
 TEST(CaseStringTest, PrintsWhatItReads) {
   for (const char* text :
        {"32q/4kv d128 kv=32768 q=1 seqs=1", "32q/4kv d192x128 kv=1 q=64 seqs=5 dtype=q8_0",
-        "1q/1kv d1 kv=2147483647 q=0 seqs=0 dtype=f32 causal=0", "8q/2kv d64 kv=9 q=1 seqs=1 layout=nhd"}) {
+        "1q/1kv d1 kv=2147483647 q=0 seqs=0 dtype=f32 causal=0", "8q/2kv d64 kv=9 q=1 seqs=1 layout=nhd",
+        "8q/2kv d64 kv=9 q=1 seqs=1 dtype=f16 v_dtype=q4_0 causal=0 mask=additive softcap=30 alibi=1 sinks=1",
+        "8q/2kv d64 kv=9 q=4 seqs=1 mask=tree softcap=1.5", "8q/2kv d64 kv=9 q=1 seqs=1 mask=boolean"}) {
     EXPECT_EQ(to_string(parse_case(text)), text);
   }
+}
+
+TEST(CaseStringTest, WhatChangesScoresReachesTheProblem) {
+  const Problem p = to_problem(parse_case("8q/2kv d64 kv=9 v_dtype=q8_0 mask=additive softcap=30 alibi=1 sinks=1"),
+                               KvFormat::f16, DType::f16);
+  EXPECT_EQ(p.k_format, KvFormat::f16);
+  EXPECT_EQ(p.v_format, KvFormat::q8_0);
+  EXPECT_EQ(p.mask, MaskKind::additive);
+  EXPECT_EQ(p.mask_dtype, DType::f16);
+  EXPECT_EQ(p.softcap, 30.0F);
+  EXPECT_TRUE(p.has_alibi && p.has_sinks);
 }
 
 TEST(CaseStringTest, EveryFormatNameIsRead) {
@@ -84,6 +97,10 @@ TEST(CaseStringTest, RefusesWrongTokensByName) {
                {"32q/4kv d128 kv=8 causal=2", "'causal=2'"},
                {"32q/4kv d128 kv=8 layout=dhn", "'layout=dhn'"},
                {"32q/4kv d128 kv=8 page=16", "'page=16'"},
+               {"32q/4kv d128 kv=8 mask=bias", "'mask=bias'"},
+               {"32q/4kv d128 kv=8 softcap=-1", "'softcap=-1'"},
+               {"32q/4kv d128 kv=8 softcap=30x", "'softcap=30x'"},
+               {"32q/4kv d128 kv=8 alibi=yes", "'alibi=yes'"},
                {"32q/4kv d128 kv=8 hello", "'hello'"},
                {"32q/4kv d128 kv=+8", "'kv=+8'"},
                {"32q/4kv d128 kv=8.0", "'kv=8.0'"}};

@@ -72,7 +72,7 @@ def problem(num_seqs=1, num_q_heads=6, num_kv_heads=2, q_len=1, kv_len=37, dqk=1
             for name, (dtype, shape) in shapes.items()}
 
 
-def attention(tensors, causal=True, scale=None, kv_lens=None):
+def attention(tensors, causal=True, scale=None, kv_lens=None, rules=lambda head, row, t, score: score, sinks=None):
     """out and lse as nested loops in double precision, for the tests' own answer."""
     (_, (num_seqs, num_q_heads, q_len, dqk), _), (_, (_, num_kv_heads, kv_len, _), _) = tensors["q"], tensors["k"]
     dv = tensors["v"][1][3]
@@ -86,11 +86,12 @@ def attention(tensors, causal=True, scale=None, kv_lens=None):
             for row in range(q_len):
                 end = min(length, length - q_len + row + 1) if causal else length
                 q_at = ((seq * num_q_heads + head) * q_len + row) * dqk
-                scores = [scale * sum(q[q_at + d] * k[(stream * kv_len + t) * dqk + d] for d in range(dqk))
+                scores = [rules(head, row, t, scale * sum(q[q_at + d] * k[(stream * kv_len + t) * dqk + d]
+                                                          for d in range(dqk)))
                           for t in range(max(end, 0))]
                 top = max(scores, default=0.0)
                 weights = [math.exp(score - top) for score in scores]
-                total = sum(weights)
+                total = sum(weights) + (math.exp(sinks[head] - top) if sinks else 0.0)
                 lses.append(top + math.log(total) if total else -math.inf)
                 outs += [sum(w * v[(stream * kv_len + t) * dv + d] for t, w in enumerate(weights)) / (total or 1)
                          for d in range(dv)]
@@ -251,6 +252,31 @@ class RunTest(CommandTest):
             self.assertEqual(set(written), {"out"})
             self.assert_close(unpack("F32", written["out"][2]), attention(tensors, **options)[0], 2e-6)
         self.assertNotEqual(attention(tensors)[0], attention(tensors, causal=False)[0])
+
+    def test_masks_softcap_alibi_and_sinks(self):
+        tensors = problem(q_len=2, kv_len=9)
+        slopes, sinks = [0.5, 0.25, 1.0, 0.0, 2.0, 0.125], [0.5, -1.0, 0.0, 2.0, 1.0, -0.5]
+        added = [[0.25 * (t - row) if (t + row) % 3 else -math.inf for t in range(9)] for row in range(2)]
+        flat = added[0] + added[1]
+        shown = bytes(0 if x == -math.inf else 1 for x in flat)
+        per_head = {"alibi_slopes": ("F32", [6], pack("F32", slopes)), "sinks": ("F32", [6], pack("F32", sinks))}
+        for dtype in ("F32", "F16", "BF16", "BOOL", "U8"):
+            content = pack(dtype, flat) if dtype in ("F32", "F16", "BF16") else shown
+            boolean = dtype in ("BOOL", "U8")
+
+            def rules(head, row, t, score, boolean=boolean):
+                mask = added[row][t]
+                if boolean and mask != -math.inf:
+                    mask = 0.0
+                return 2.0 * math.tanh(score / 2.0) + slopes[head] * (t - (7 + row)) + mask
+
+            ruled = {**tensors, **per_head, "mask": (dtype, [1, 1, 2, 9], content)}
+            result = self.run_file(safetensors(ruled), "--softcap", "2", "--lse", "--check")
+            self.assertEqual(result.returncode, OK, result.stderr + result.stdout)
+            written = read_safetensors(self.out)
+            outs, lses = attention(tensors, rules=rules, sinks=sinks)
+            self.assert_close(unpack("F32", written["out"][2]), outs, 4e-6)
+            self.assert_close(unpack("F32", written["lse"][2]), lses, 4e-6)
 
     def test_kv_lens_including_0_and_rows_without_keys(self):
         lens = [37, 0, 5]
@@ -440,6 +466,16 @@ class MalformedInputTest(CommandTest):
                                      ("I32", [2], [2 ** 31 - 1, 1]), ("I32", [2], [-2 ** 31, 1])):
             content = pack("F32", values) if dtype == "F32" else array.array("i", values).tobytes()
             self.assert_refused(safetensors({**good, "kv_lens": (dtype, shape, content)}), "kv_lens")
+
+    def test_masks_and_per_head_values(self):
+        good = problem(num_seqs=2, kv_len=3)
+        for dtype, shape in (("I32", [2, 6, 1, 3]), ("F32", [3, 6, 1, 3]), ("F32", [2, 2, 1, 3]), ("F32", [2, 6, 1, 1]),
+                             ("F32", [6, 1, 3]), ("F64", [1, 1, 1, 3])):
+            content = b"\0" * (math.prod(shape) * (8 if dtype == "F64" else 4))
+            self.assert_refused(safetensors({**good, "mask": (dtype, shape, content)}), "'mask'")
+        for name in ("sinks", "alibi_slopes"):
+            for dtype, shape, size in (("F32", [5], 20), ("F16", [6], 12), ("F32", [1, 6], 24)):
+                self.assert_refused(safetensors({**good, name: (dtype, shape, b"\0" * size)}), f"'{name}'")
 
     def test_names_with_control_characters_stay_on_one_line(self):
         self.assert_refused(file_bytes({"a\nb\u001b[31m": {"dtype": "F31", "shape": [], "data_offsets": [0, 0]}}), "a\\x0ab")

@@ -25,6 +25,8 @@ std::vector<double> reference_row(const Problem& problem, const Inputs& inputs, 
   };
   const std::int64_t kv_head = head / problem.group_size();
   Inputs at = inputs;
+  if (at.sinks != nullptr) at.sinks += head;
+  if (at.alibi_slopes != nullptr) at.alibi_slopes += head;
   advance(at.q, seq * at.q.seq_stride + head * at.q.head_stride + query_idx * at.q.token_stride,
           problem.q_dtype == DType::f32 ? 4 : 2);
   advance(at.k, seq * at.k.seq_stride + kv_head * at.k.head_stride, format_bytes(problem.k_format, 1));
@@ -39,6 +41,22 @@ std::int64_t unit_values(KvFormat format) {
 
 TensorView packed_view(const void* data, std::int64_t heads, std::int64_t tokens, std::int64_t units) {
   return {data, heads * tokens * units, tokens * units, units};
+}
+
+// What attention needs beside q, K and V. Masks show every key, so that rows of the oracle need no part of them: a mask
+// costs what its scan costs, which is what models pay in all but a few steps.
+void make_score_rules(CaseData& data) {
+  const Problem& problem = data.problem;
+  const std::int64_t columns = problem.mask == MaskKind::tree ? problem.q_len : problem.max_kv_len;
+  const bool additive = problem.mask == MaskKind::additive;
+  if (problem.mask != MaskKind::none) {
+    const std::int64_t entry_bytes = additive ? (problem.mask_dtype == DType::f32 ? 4 : 2) : 1;
+    data.mask.assign(static_cast<std::size_t>(problem.q_len * columns * entry_bytes),
+                     static_cast<std::byte>(additive ? 0 : 1));
+  }
+  for (std::int64_t head = 0; head < problem.num_q_heads; ++head) {
+    data.per_head.push_back(std::exp2(-static_cast<float>(head % 8 + 1)));
+  }
 }
 
 // Gives every block at [data, data + bytes) an f16 scale that makes values as large as those of plain caches.
@@ -87,6 +105,10 @@ Inputs CaseData::inputs(std::int64_t set) const {
   const std::int64_t v_units = problem.dim_v() / unit_values(problem.v_format);
   inputs.k = packed_view(k, problem.num_kv_heads, problem.max_kv_len, k_units);
   inputs.v = packed_view(k + k_bytes, problem.num_kv_heads, problem.max_kv_len, v_units);
+  if (!mask.empty()) inputs.mask = mask.data();
+  inputs.mask_row_stride = problem.mask == MaskKind::tree ? problem.q_len : problem.max_kv_len;
+  if (problem.has_sinks) inputs.sinks = per_head.data();
+  if (problem.has_alibi) inputs.alibi_slopes = per_head.data();
   if (tokens_first) {
     inputs.k.head_stride = k_units;
     inputs.k.token_stride = problem.num_kv_heads * k_units;
@@ -126,6 +148,7 @@ void place_case(CaseData& data, char* base) {
   const std::int64_t bytes = (format_bytes(format, elements) + 3) / 4 * 4;
   data.q.resize(static_cast<std::size_t>(bytes));
   fill_random(data.q.data(), bytes, format, 0);
+  make_score_rules(data);
 
   // Rows that touch the ends and the middle of every axis.
   data.oracle_rows = {{0, 0, problem.q_len - 1, {}},

@@ -28,6 +28,9 @@ struct CaseData {
   std::int64_t num_sets = 1;
   char* base = nullptr;
   std::vector<std::byte> q;  // [num_seqs, num_q_heads, q_len, head_dim_qk] of q_dtype
+  std::vector<std::byte>
+      mask;  // per Problem::mask: shows every key, for all heads: [q_len, kv_len], tree [q_len, q_len]
+  std::vector<float> per_head;  // [num_q_heads] sinks and slopes
   std::vector<OracleRow> oracle_rows;
 
   [[nodiscard]] std::int64_t kv_bytes() const { return k_bytes + v_bytes; }

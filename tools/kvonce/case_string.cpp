@@ -14,7 +14,10 @@ namespace {
 constexpr std::array kFormats = {KvFormat::f32,      KvFormat::f16,      KvFormat::bf16, KvFormat::f8_e4m3,
                                  KvFormat::mlx_int8, KvFormat::mlx_int4, KvFormat::q8_0, KvFormat::q4_0};
 
-constexpr std::string_view kGrammar = "32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd]";
+constexpr std::string_view kGrammar =
+    "32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [v_dtype=q8_0] [causal=1] [mask=additive] [softcap=30] "
+    "[alibi=1] "
+    "[sinks=1] [layout=nhd]";
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorCode::InvalidArgument, fmt::format("case: {}", message));
@@ -73,6 +76,24 @@ KvFormat parse_dtype(std::string_view token, std::string_view value) {
   return *format;
 }
 
+MaskKind parse_mask(std::string_view token, std::string_view value) {
+  for (const MaskKind mask : {MaskKind::none, MaskKind::boolean, MaskKind::additive, MaskKind::tree}) {
+    if (kvonce::to_string(mask) == value) return mask;
+  }
+  refuse(
+      fmt::format("token {} must be one of none, boolean, additive, tree, got {}", in_quotes(token), in_quotes(value)));
+}
+
+float parse_softcap(std::string_view token, std::string_view value) {
+  float softcap = 0.0F;
+  const char* end = value.data() + value.size();
+  const auto [stop, error] = std::from_chars(value.data(), end, softcap);
+  if (value.empty() || error != std::errc{} || stop != end || !(softcap >= 0.0F)) {
+    refuse(fmt::format("token {} must hold a number from 0, got {}", in_quotes(token), in_quotes(value)));
+  }
+  return softcap;
+}
+
 // Each kind of token, as a bit of the set of those already seen.
 enum TokenKind : unsigned {
   kHeads = 1,
@@ -82,7 +103,12 @@ enum TokenKind : unsigned {
   kSeqs = 16,
   kDtype = 32,
   kCausal = 64,
-  kLayout = 128
+  kLayout = 128,
+  kVDtype = 256,
+  kMask = 512,
+  kSoftcap = 1024,
+  kAlibi = 2048,
+  kSinks = 4096
 };
 
 TokenKind parse_token(CaseSpec& spec, std::string_view token) {
@@ -117,6 +143,26 @@ TokenKind parse_token(CaseSpec& spec, std::string_view token) {
   if (key == "causal") {
     spec.causal = parse_flag(token, value);
     return kCausal;
+  }
+  if (key == "v_dtype") {
+    spec.v_dtype = parse_dtype(token, value);
+    return kVDtype;
+  }
+  if (key == "mask") {
+    spec.mask = parse_mask(token, value);
+    return kMask;
+  }
+  if (key == "softcap") {
+    spec.softcap = parse_softcap(token, value);
+    return kSoftcap;
+  }
+  if (key == "alibi") {
+    spec.alibi = parse_flag(token, value);
+    return kAlibi;
+  }
+  if (key == "sinks") {
+    spec.sinks = parse_flag(token, value);
+    return kSinks;
   }
   if (key == "layout") {
     if (value != "hnd" && value != "nhd") {
@@ -167,7 +213,12 @@ std::string to_string(const CaseSpec& spec) {
   if (spec.head_dim_v != spec.head_dim_qk) text += fmt::format("x{}", spec.head_dim_v);
   text += fmt::format(" kv={} q={} seqs={}", spec.kv_len, spec.q_len, spec.num_seqs);
   if (spec.dtype) text += fmt::format(" dtype={}", kvonce::to_string(*spec.dtype));
+  if (spec.v_dtype) text += fmt::format(" v_dtype={}", kvonce::to_string(*spec.v_dtype));
   if (!spec.causal) text += " causal=0";
+  if (spec.mask != MaskKind::none) text += fmt::format(" mask={}", kvonce::to_string(spec.mask));
+  if (spec.softcap > 0.0F) text += fmt::format(" softcap={}", spec.softcap);
+  if (spec.alibi) text += " alibi=1";
+  if (spec.sinks) text += " sinks=1";
   if (spec.tokens_first) text += " layout=nhd";
   return text;
 }
@@ -195,8 +246,13 @@ Problem to_problem(const CaseSpec& spec, KvFormat default_format, DType q_dtype)
   problem.q_dtype = q_dtype;
   problem.out_dtype = q_dtype;
   problem.k_format = spec.dtype.value_or(default_format);
-  problem.v_format = problem.k_format;
+  problem.v_format = spec.v_dtype.value_or(problem.k_format);
   problem.causal = spec.causal;
+  problem.mask = spec.mask;
+  if (spec.mask == MaskKind::additive) problem.mask_dtype = DType::f16;
+  problem.softcap = spec.softcap;
+  problem.has_alibi = spec.alibi;
+  problem.has_sinks = spec.sinks;
   return problem;
 }
 

@@ -21,17 +21,23 @@ struct CaseSpec {
   std::int64_t num_seqs = 1;
   std::optional<KvFormat> dtype;  // of K and V; absent: the reader's default
   bool causal = true;
+  std::optional<KvFormat> v_dtype;  // of V where it differs from K's
+  MaskKind mask = MaskKind::none;   // an additive one is of f16
+  float softcap = 0.0F;
+  bool alibi = false;
+  bool sinks = false;
   bool tokens_first = false;  // K and V as [seqs][kv_len][kv_heads][dim] instead of [seqs][kv_heads][kv_len][dim]
 
   friend bool operator==(const CaseSpec&, const CaseSpec&) = default;
 };
 
-/// Parses `32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16 causal=1 layout=nhd`: heads, head dim (`d192x128` when K and V differ) and
+/// Parses `32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16 v_dtype=q8_0 causal=1 mask=additive softcap=30 alibi=1 sinks=1 layout=nhd`: heads, head dim (`d192x128` when K and V differ) and
 /// kv= are required, the rest is optional; tokens in any order, separated by spaces, each at most once.
 /// Throws Error{InvalidArgument} naming the token, what was given and what is allowed.
 CaseSpec parse_case(std::string_view text);
 
-/// The canonical form: every numeric token, dtype= when set, causal= only when 0, layout= only when nhd. parse_case(to_string(c)) == c.
+/// The canonical form: every numeric token, the others only where they differ from
+/// their defaults. parse_case(to_string(c)) == c.
 std::string to_string(const CaseSpec& spec);
 
 /// The type of q and out beside K and V of `format` where nothing names it: theirs, or f16 beside quantised ones.

@@ -52,6 +52,7 @@ struct RunOptions {
   std::string out;
   bool causal = true;
   std::optional<double> scale;
+  double softcap = 0.0;
   bool lse = false;
   bool check = false;
   DeviceOptions device;

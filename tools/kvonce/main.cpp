@@ -169,9 +169,12 @@ void add_run_command(CLI::App& app, int& exit_code) {
       "Example:\n  kvonce run --input layer.safetensors --out attended.safetensors --lse --check\n\n"
       "The input holds q [num_seqs, num_q_heads, q_len, head_dim_qk], k [num_seqs, num_kv_heads, kv_len, "
       "head_dim_qk],\n"
-      "v [num_seqs, num_kv_heads, kv_len, head_dim_v] and optionally kv_lens I32 [num_seqs]; F32, F16 or BF16, k and "
-      "v\n"
-      "alike. The output holds out [num_seqs, num_q_heads, q_len, head_dim_v] with the dtype of q, and with --lse "
+      "v [num_seqs, num_kv_heads, kv_len, head_dim_v]; F32, F16 or BF16, k and v alike. Optional are kv_lens I32 "
+      "[num_seqs],\n"
+      "sinks and alibi_slopes F32 [num_q_heads], and mask [num_seqs, num_q_heads, q_len, kv_len], each of the first "
+      "three\n"
+      "axes may be 1: F32, F16 or BF16 are added to the scores, -inf hides; BOOL or U8 hide where 0. The output holds "
+      "out [num_seqs, num_q_heads, q_len, head_dim_v] with the dtype of q, and with --lse "
       "also\n"
       "lse F32 [num_seqs, num_q_heads, q_len].\n"
       "--check allows a relative RMS error of 2e-6 (all f32), 1e-5 (f16 or bf16 k and v), 2^-11 (f16 out) or 2^-8 "
@@ -182,6 +185,7 @@ void add_run_command(CLI::App& app, int& exit_code) {
   command->add_flag("--causal,!--no-causal", options->causal,
                     "Whether a row sees only keys up to its own position, bottom-right aligned (default: causal)");
   command->add_option("--scale", options->scale, "Factor of q.k (default head_dim_qk^-0.5)");
+  command->add_option("--softcap", options->softcap, "c: scores become c tanh(score / c); 0: as they are (default 0)");
   command->add_flag("--lse", options->lse, "Also write the natural logarithm of each row's sum of exponentials");
   command->add_flag("--check", options->check, "Compare with the double-precision oracle; exit 1 beyond the tolerance");
   add_device_options(*command, options->device);
@@ -194,7 +198,9 @@ void add_explain_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
   command->footer(
       "Example:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n\n"
-      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd]; d192x128 when K and V "
+      "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd] [v_dtype=q8_0] "
+      "[mask=additive] "
+      "[softcap=30] [alibi=1] [sinks=1]; d192x128 when K and V "
       "differ.");
   command->add_option("case,--case", options->case_text, "The case string")->required();
   command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");

@@ -29,7 +29,11 @@ struct RunTensors {
   const TensorInfo* q = nullptr;
   const TensorInfo* k = nullptr;
   const TensorInfo* v = nullptr;
-  const TensorInfo* kv_lens = nullptr;  // may stay null
+  // May stay null:
+  const TensorInfo* kv_lens = nullptr;
+  const TensorInfo* mask = nullptr;
+  const TensorInfo* sinks = nullptr;
+  const TensorInfo* alibi_slopes = nullptr;
 };
 
 struct RunInputs {
@@ -118,6 +122,14 @@ Problem problem_of(const RunTensors& tensors, const RunOptions& options) {
   problem.v_format = problem.k_format;
   problem.causal = options.causal;
   if (options.scale) problem.scale = static_cast<float>(*options.scale);
+  problem.softcap = static_cast<float>(options.softcap);
+  problem.has_sinks = tensors.sinks != nullptr;
+  problem.has_alibi = tensors.alibi_slopes != nullptr;
+  if (tensors.mask != nullptr) {
+    const bool boolean = tensors.mask->dtype == "BOOL" || tensors.mask->dtype == "U8";
+    problem.mask = boolean ? MaskKind::boolean : MaskKind::additive;
+    if (!boolean) problem.mask_dtype = plain_dtype(*tensors.mask);
+  }
   return problem;
 }
 
@@ -129,12 +141,36 @@ SafetensorsFile open_input(const std::string& path) {
   }
 }
 
+const TensorInfo* find_per_head(const SafetensorsHeader& header, std::string_view name, std::uint64_t num_q_heads) {
+  const TensorInfo* tensor = header.find(name);
+  if (tensor != nullptr && (tensor->dtype != "F32" || tensor->shape != std::vector<std::uint64_t>{num_q_heads})) {
+    refuse(fmt::format("--input: tensor '{}' must be F32 [{}], got {} [{}]", name, num_q_heads, tensor->dtype,
+                       fmt::join(tensor->shape, ", ")));
+  }
+  return tensor;
+}
+
+const TensorInfo& require_mask(const SafetensorsHeader& header, const RunTensors& tensors) {
+  const TensorInfo& mask = require_tensor(header, "mask", "[num_seqs, num_q_heads, q_len, kv_len]");
+  for (std::size_t idx = 0; idx < 3; ++idx) {
+    if (mask.shape[idx] == 1 || mask.shape[idx] == tensors.q->shape[idx]) continue;
+    refuse(fmt::format("--input: tensor 'mask' must have 1 or {} at axis {} as 'q' has, got [{}]",
+                       tensors.q->shape[idx], idx, fmt::join(mask.shape, ", ")));
+  }
+  require_axis(mask, 3, "kv_len", axis(*tensors.k, 2), "k");
+  if (mask.dtype != "BOOL" && mask.dtype != "U8") (void)plain_dtype(mask);
+  return mask;
+}
+
 RunTensors find_tensors(const SafetensorsHeader& header) {
   RunTensors tensors;
   tensors.q = &require_tensor(header, "q", "[num_seqs, num_q_heads, q_len, head_dim_qk]");
   tensors.k = &require_tensor(header, "k", "[num_seqs, num_kv_heads, kv_len, head_dim_qk]");
   tensors.v = &require_tensor(header, "v", "[num_seqs, num_kv_heads, kv_len, head_dim_v]");
   tensors.kv_lens = header.find("kv_lens");
+  tensors.sinks = find_per_head(header, "sinks", tensors.q->shape[1]);
+  tensors.alibi_slopes = find_per_head(header, "alibi_slopes", tensors.q->shape[1]);
+  if (header.find("mask") != nullptr) tensors.mask = &require_mask(header, tensors);
   const std::uint64_t num_seqs = tensors.q->shape[0];
   const TensorInfo* lens = tensors.kv_lens;
   if (lens != nullptr && (lens->dtype != "I32" || lens->shape != std::vector<std::uint64_t>{num_seqs})) {
@@ -153,6 +189,22 @@ RunInputs read_inputs(const SafetensorsFile& file, const RunTensors& tensors) {
   if (tensors.kv_lens != nullptr) {
     run.storage.push_back(file.read(*tensors.kv_lens));
     run.inputs.kv_lens = reinterpret_cast<const std::int32_t*>(run.storage.back().data());
+  }
+  const auto read_floats = [&](const TensorInfo* tensor, const float*& floats) {
+    if (tensor == nullptr) return;
+    run.storage.push_back(file.read(*tensor));
+    floats = reinterpret_cast<const float*>(run.storage.back().data());
+  };
+  read_floats(tensors.sinks, run.inputs.sinks);
+  read_floats(tensors.alibi_slopes, run.inputs.alibi_slopes);
+  if (tensors.mask != nullptr) {
+    run.storage.push_back(file.read(*tensors.mask));
+    const TensorInfo& mask = *tensors.mask;
+    const auto stride = [&mask](std::size_t idx, std::int64_t elements) { return mask.shape[idx] == 1 ? 0 : elements; };
+    run.inputs.mask = run.storage.back().data();
+    run.inputs.mask_row_stride = stride(2, axis(mask, 3));
+    run.inputs.mask_head_stride = stride(1, axis(mask, 2) * axis(mask, 3));
+    run.inputs.mask_seq_stride = stride(0, axis(mask, 1) * axis(mask, 2) * axis(mask, 3));
   }
   return run;
 }
@@ -225,6 +277,10 @@ CaseSpec case_of(const Problem& problem) {
   spec.num_seqs = problem.num_seqs;
   spec.dtype = problem.k_format;
   spec.causal = problem.causal;
+  spec.mask = problem.mask;
+  spec.softcap = problem.softcap;
+  spec.alibi = problem.has_alibi;
+  spec.sinks = problem.has_sinks;
   return spec;
 }
 

@@ -67,6 +67,13 @@ Errors check_stream(const Problem& problem, const Inputs& inputs, const void* ou
   part_inputs.k = stream_of(inputs.k, format_bytes(problem.k_format, 1), seq, kv_head);
   part_inputs.v = stream_of(inputs.v, format_bytes(problem.v_format, 1), seq, kv_head);
   if (inputs.kv_lens != nullptr) part_inputs.kv_lens = inputs.kv_lens + seq;
+  if (inputs.sinks != nullptr) part_inputs.sinks = inputs.sinks + kv_head * group_size;
+  if (inputs.alibi_slopes != nullptr) part_inputs.alibi_slopes = inputs.alibi_slopes + kv_head * group_size;
+  if (inputs.mask != nullptr) {
+    const std::int64_t entry_bytes = problem.mask == MaskKind::additive ? element_bytes(problem.mask_dtype) : 1;
+    part_inputs.mask = static_cast<const std::byte*>(inputs.mask) +
+                       (seq * inputs.mask_seq_stride + kv_head * group_size * inputs.mask_head_stride) * entry_bytes;
+  }
   const core::ReferenceResult oracle = core::reference_attend(part, part_inputs);
 
   Errors errors;
