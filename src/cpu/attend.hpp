@@ -23,6 +23,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cpu/load.hpp"
 #include "cpu/simd/prefetch.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "cpu/task.hpp"
@@ -56,20 +57,6 @@ void with_dtype(DType dtype, const Function& function) {
       function(Constant<KvFormat::bf16>{});
       break;
   }
-}
-
-/// The last num_dims % width values of a row, zero-extended: never reads past the row.
-template <class S, KvFormat format>
-typename S::Vec load_tail(const typename S::template Elements<format>::Stored* p, std::int64_t count) {
-  typename S::template Elements<format>::Stored buffer[S::width] = {};
-  for (std::int64_t i = 0; i < count; ++i) buffer[i] = p[i];
-  return S::template Elements<format>::load(buffer);
-}
-
-/// The next `width` values of a row of which `count` are left.
-template <class S, KvFormat format>
-typename S::Vec load_upto(const typename S::template Elements<format>::Stored* p, std::int64_t count) {
-  return count >= S::width ? S::template Elements<format>::load(p) : load_tail<S, format>(p, count);
 }
 
 // [1] ------------------------------------------------------------------------------------------------------------------
@@ -152,7 +139,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
   constexpr int kTokens = S::width / kLaneRows;
   constexpr int kTurn = kTokens < 4 ? kTokens : 4;
   constexpr std::int64_t kPair = 2 * S::width;
-  constexpr std::int64_t kPairBytes = kPair * std::int64_t{sizeof(Stored)};
+  constexpr std::int64_t kPairBytes = stored_bytes<S, format>(kPair);
   const auto* k = static_cast<const Stored*>(k_rows);
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
@@ -180,7 +167,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         for (int j = 0; j < kTokens; ++j) {
           Vec a;
           Vec b;
-          E::load_pair(row[j] + dim, a, b);
+          load_pair_at<S, format>(row[j], dim, a, b);
           if (j % kTurn == kTurn - 1) ahead.advance(kTurn * kPairBytes);
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) {
@@ -191,7 +178,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         Vec k_a[kTokens];
         Vec k_b[kTokens];
         KVONCE_UNROLL
-        for (int j = 0; j < kTokens; ++j) E::load_pair(row[j] + dim, k_a[j], k_b[j]);
+        for (int j = 0; j < kTokens; ++j) load_pair_at<S, format>(row[j], dim, k_a[j], k_b[j]);
         ahead.advance(kTokens * kPairBytes);
         KVONCE_UNROLL
         for (int r = 0; r < rows; ++r) {
@@ -213,13 +200,15 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
         }
       }
     }
-    for (; dim < dims; dim += S::width, q_vec += rows * S::width) {  // at most one whole vector and one tail
-      KVONCE_UNROLL
-      for (int j = 0; j < kTokens; ++j) {
-        const Vec key = load_upto<S, format>(row[j] + dim, dims - dim);
+    if constexpr (!is_block(format)) {
+      for (; dim < dims; dim += S::width, q_vec += rows * S::width) {  // at most one whole vector and one tail
         KVONCE_UNROLL
-        for (int r = 0; r < rows; ++r) {
-          acc[j * kLaneRows + r] = S::fmadd(key, S::load(q_vec + r * S::width), acc[j * kLaneRows + r]);
+        for (int j = 0; j < kTokens; ++j) {
+          const Vec key = load_upto<S, format>(row[j] + dim, dims - dim);
+          KVONCE_UNROLL
+          for (int r = 0; r < rows; ++r) {
+            acc[j * kLaneRows + r] = S::fmadd(key, S::load(q_vec + r * S::width), acc[j * kLaneRows + r]);
+          }
         }
       }
     }
@@ -267,25 +256,33 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
 
 // [4] ------------------------------------------------------------------------------------------------------------------
 
-/// o += p[t][r] * V[t][.. vectors * width) over the step, accumulators in registers throughout. `o_stride` floats lie
+/// o += p[t][r] * V[t][first .. first + vectors * width) over the step, accumulators in registers throughout. `o_stride` floats lie
 /// between two vectors of a row, `width` between two rows.
 template <class S, KvFormat format, int rows, int vectors>
-void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t token_stride,
-                      std::int64_t num_tokens, const float* p, std::int64_t p_stride, StepPrefetcher<S>& ahead,
-                      float* o, std::int64_t o_stride) {
+void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t first,
+                      std::int64_t token_stride, std::int64_t num_tokens, const float* p, std::int64_t p_stride,
+                      StepPrefetcher<S>& ahead, float* o, std::int64_t o_stride) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
-  constexpr std::int64_t kBytes = vectors * S::width * std::int64_t{sizeof(typename E::Stored)};
+  constexpr std::int64_t kBytes = stored_bytes<S, format>(vectors * S::width);
+  if constexpr (!is_block(format)) {
+    v += first;
+    first = 0;
+  } else if constexpr (vectors * S::width % shared::kGgmlBlockValues == 0) {
+    v += static_cast<std::uint64_t>(first) / shared::kGgmlBlockValues;
+    first = 0;
+  }
   Vec acc[rows][vectors];
   KVONCE_UNROLL
   for (int r = 0; r < rows; ++r) {
     KVONCE_UNROLL
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + i * o_stride + r * S::width);
   }
-  const auto add_token = [&acc](const typename E::Stored* values, const float* weights) KVONCE_INLINE_ON_ARM {
+  const auto add_token = [&acc, first](const typename E::Stored* values, const float* weights) KVONCE_INLINE_ON_ARM {
     Vec value[vectors];
     KVONCE_UNROLL
-    for (int i = 0; i + 1 < vectors; i += 2) E::load_pair(values + i * S::width, value[i], value[i + 1]);
+    for (int i = 0; i + 1 < vectors; i += 2)
+      load_pair_at<S, format>(values, first + i * S::width, value[i], value[i + 1]);
     if constexpr (vectors % 2 == 1) value[vectors - 1] = E::load(values + (vectors - 1) * S::width);
     if constexpr (S::kHasLanes && rows >= 3) {
       const auto lanes = S::template load_lanes<lane_rows(rows)>(weights);
@@ -339,24 +336,28 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
   const auto pass = [&](auto vectors) {
     constexpr int kCount = decltype(vectors)::value;
     for (; dim + kCount * S::width <= dims; dim += kCount * S::width) {
-      accumulate_block<S, format, rows, kCount>(v + dim, token_stride, num_tokens, p, p_stride, ahead,
+      accumulate_block<S, format, rows, kCount>(v, dim, token_stride, num_tokens, p, p_stride, ahead,
                                                 o + dim / S::width * o_stride, o_stride);
     }
   };
   // 8 rows x 3 vectors load fewer weights than 8 x 2 (f16 d128 1.02x, Ice Lake); even and odd dims come in pairs of vectors.
-  if constexpr (!E::kEvenOdd && kVectors == 2 && 3 * rows + 3 <= S::kRegisters - 2) {
+  if constexpr (!is_block(format) && !E::kEvenOdd && kVectors == 2 && 3 * rows + 3 <= S::kRegisters - 2) {
     if (dims != 4 * S::width) pass(Constant<3>{});
   }
   if constexpr (kVectors >= 8) pass(Constant<8>{});
   if constexpr (kVectors >= 4) pass(Constant<4>{});
   if constexpr (kVectors >= 2) pass(Constant<2>{});
-  pass(Constant<1>{});
-  if (dim < dims) {
-    for (std::int64_t t = 0; t < num_tokens; ++t) {
-      const typename S::Vec value = load_tail<S, format>(v + t * token_stride + dim, dims - dim);
-      for (int r = 0; r < rows; ++r) {
-        float* o_vec = o + dim / S::width * o_stride + r * S::width;
-        S::store(o_vec, S::fmadd(value, S::broadcast(p[t * p_stride + r]), S::load(o_vec)));
+  if constexpr (is_block(format))
+    return;  // head dims are whole pairs of vectors
+  else {
+    pass(Constant<1>{});
+    if (dim < dims) {
+      for (std::int64_t t = 0; t < num_tokens; ++t) {
+        const typename S::Vec value = load_tail<S, format>(v + t * token_stride + dim, dims - dim);
+        for (int r = 0; r < rows; ++r) {
+          float* o_vec = o + dim / S::width * o_stride + r * S::width;
+          S::store(o_vec, S::fmadd(value, S::broadcast(p[t * p_stride + r]), S::load(o_vec)));
+        }
       }
     }
   }

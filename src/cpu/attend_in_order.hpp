@@ -16,7 +16,7 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
   using E = typename S::template Elements<format>;
   using Stored = typename E::Stored;
   constexpr std::int64_t kPair = 2 * S::width;
-  const std::int64_t row_bytes = dims * std::int64_t{sizeof(Stored)};
+  const std::int64_t row_bytes = stored_bytes<S, format>(dims);
 
   for (std::int64_t token = 0; token < num_tokens; token += S::width) {
     const Stored* row[S::width];
@@ -29,11 +29,13 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
       for (; dim + kPair <= dims; dim += kPair, q_vec += kPair) {
         Vec a;
         Vec b;
-        E::load_pair(row[j] + dim, a, b);
+        load_pair_at<S, format>(row[j], dim, a, b);
         sum = S::fmadd(b, S::load(q_vec + S::width), S::fmadd(a, S::load(q_vec), sum));
       }
-      for (; dim < dims; dim += S::width, q_vec += S::width) {
-        sum = S::fmadd(load_upto<S, format>(row[j] + dim, dims - dim), S::load(q_vec), sum);
+      if constexpr (!is_block(format)) {
+        for (; dim < dims; dim += S::width, q_vec += S::width) {
+          sum = S::fmadd(load_upto<S, format>(row[j] + dim, dims - dim), S::load(q_vec), sum);
+        }
       }
       acc[j] = sum;
       ahead.advance(row_bytes);

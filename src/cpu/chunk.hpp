@@ -23,47 +23,47 @@ struct TileKernels {
                             StepPrefetcher<S>&, float*, std::int64_t);
 };
 
-template <class S, int rows, KvFormat k_format, KvFormat v_format>
-constexpr TileKernels<S> tile_kernels() {
-  if constexpr (S::kHasSplit && lane_rows(rows) == 8) {
-    return {load_row_tile_split<S, k_format>, score_tokens_split<S, k_format, rows>, update_softmax<S, rows>,
-            accumulate_values<S, v_format, rows>};
+template <class S, int rows, KvFormat format>
+void set_score_kernels(const ChunkTask& task, TileKernels<S>& kernels) {
+  // A block of one token is a pair of vectors on AVX-512: halves of two tokens would cost more than they save.
+  if constexpr (S::kHasSplit && lane_rows(rows) == 8 && !is_block(format)) {
+    kernels.load_row_tile = load_row_tile_split<S, format>;
+    kernels.score_tokens = score_tokens_split<S, format, rows>;
+  } else {
+    kernels.load_row_tile = load_row_tile<S, format>;
+    kernels.score_tokens = score_tokens<S, format, rows>;
   }
-  return {load_row_tile<S, k_format>, score_tokens<S, k_format, rows>, update_softmax<S, rows>,
-          accumulate_values<S, v_format, rows>};
+  if constexpr (rows == 1) {
+    if (task.prefetch_level == 2) kernels.score_tokens = score_tokens_in_order<S, format>;
+  }
+  if constexpr (S::kHasPairDot && format == KvFormat::bf16) {
+    if (task.pair_dot) {
+      kernels.load_row_tile = load_row_tile_dot<S>;
+      kernels.score_tokens = score_tokens_dot<S, rows>;
+    }
+  }
 }
 
-template <class S>
-decltype(TileKernels<S>::score_tokens) in_order_scores(KvFormat k_format) {
-  if (k_format == KvFormat::f32) return score_tokens_in_order<S, KvFormat::f32>;
-  if (k_format == KvFormat::f16) return score_tokens_in_order<S, KvFormat::f16>;
-  return score_tokens_in_order<S, KvFormat::bf16>;
+template <class S, int rows>
+TileKernels<S> kernels_of_tile(const ChunkTask& task) {
+  TileKernels<S> kernels{};
+  kernels.update_softmax = update_softmax<S, rows>;
+#define KVONCE_FORMAT(name)                                                                       \
+  if (task.k_format == KvFormat::name) set_score_kernels<S, rows, KvFormat::name>(task, kernels); \
+  if (task.v_format == KvFormat::name) kernels.accumulate_values = accumulate_values<S, KvFormat::name, rows>;
+#define KVONCE_BLOCK_FORMAT(name) KVONCE_FORMAT(name)
+#include "shared/instances.def"
+  return kernels;
 }
 
 template <class S>
 TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
-  TileKernels<S> kernels{};
-#define KVONCE_ROW_TILE(count)                                                                  \
-  if constexpr (count <= S::kMaxRowTile) {                                                      \
-    if (rows == count) {                                                                        \
-      const TileKernels<S> of_k[] = {tile_kernels<S, count, KvFormat::f32, KvFormat::f32>(),    \
-                                     tile_kernels<S, count, KvFormat::f16, KvFormat::f16>(),    \
-                                     tile_kernels<S, count, KvFormat::bf16, KvFormat::bf16>()}; \
-      kernels = of_k[static_cast<int>(task.k_format)];                                          \
-      kernels.accumulate_values = of_k[static_cast<int>(task.v_format)].accumulate_values;      \
-      if constexpr (count == 1) {                                                               \
-        if (task.prefetch_level == 2) kernels.score_tokens = in_order_scores<S>(task.k_format); \
-      }                                                                                         \
-      if constexpr (S::kHasPairDot) {                                                           \
-        if (task.pair_dot) {                                                                    \
-          kernels.load_row_tile = load_row_tile_dot<S>;                                         \
-          kernels.score_tokens = score_tokens_dot<S, count>;                                    \
-        }                                                                                       \
-      }                                                                                         \
-    }                                                                                           \
+#define KVONCE_ROW_TILE(count)                                 \
+  if constexpr (count <= S::kMaxRowTile) {                     \
+    if (rows == count) return kernels_of_tile<S, count>(task); \
   }
 #include "shared/instances.def"
-  return kernels;
+  return {};
 }
 
 template <class S>
@@ -89,8 +89,6 @@ struct RowTile {
   shared::TokenRange seen_by_some;  // keys that some row sees
 };
 
-static constexpr std::int64_t bytes_of(KvFormat format) { return format == KvFormat::f32 ? 4 : 2; }
-
 template <class S>
 class ChunkRunner {
  public:
@@ -98,8 +96,8 @@ class ChunkRunner {
       : task_(task),
         qk_floats_(round_up(task.head_dim_qk, kPadFloats)),
         o_floats_(round_up(task.head_dim_v, kPadFloats)),
-        k_row_bytes_(task.head_dim_qk * bytes_of(task.k_format)),
-        v_row_bytes_(task.head_dim_v * bytes_of(task.v_format)),
+        k_row_bytes_(row_bytes(task.k_format, task.head_dim_qk)),
+        v_row_bytes_(row_bytes(task.v_format, task.head_dim_v)),
         num_tiles_(static_cast<int>(shared::ceil_div(task.num_rows, task.row_tile))),
         q_(task.scratch),
         o_(q_ + task.num_rows * qk_floats_),

@@ -214,7 +214,8 @@ void plan(core::PlanData& data, const PlanOptions& options) {
                 "device.target: got '" + data.device.target + "', which this build does not have");
   }
   const Problem& p = data.problem;
-  core::require_plain_cache(p, Backend::cpu);
+  core::require_listed_formats(p, Backend::cpu, true);
+  core::require_plain_layout(p, Backend::cpu);
   core::require_served(!options.earlier_kv_ready, Backend::cpu, "earlier_kv_ready",
                        "leave it false: the cpu backend has no launch order to relax");
   decide_policy(data, *target, options.policy);

@@ -266,7 +266,8 @@ void plan(core::PlanData& data, const PlanOptions& options) {
     core::refuse(ErrorCode::Unavailable, "device.target", "'" + data.device.target + "'",
                  "the sm_NN of a backend cuda device, as cuda_device() gives it");
   }
-  core::require_plain_cache(p, Backend::cuda);
+  core::require_listed_formats(p, Backend::cuda, false);
+  core::require_plain_layout(p, Backend::cuda);
   core::require_plain_scores(p, Backend::cuda);
   require_dims_and_length(p);
   require_policy(options.policy);

@@ -35,6 +35,20 @@ TEST_P(PoisonTest, OutsideTheLengths) {
   }
 }
 
+TEST_P(PoisonTest, OutsideTheLengthsOfBlocks) {
+  for (const KvFormat k_format : {KvFormat::q8_0, KvFormat::q4_0, KvFormat::f16}) {
+    for (const KvFormat v_format : {KvFormat::q8_0, KvFormat::q4_0}) {
+      CaseSpec spec = typical(3, KvFormat::f16, 96);
+      spec.problem.k_format = k_format;
+      spec.problem.v_format = v_format;
+      spec.kv_starts = {17, 0, 66};
+      spec.k.spare_tokens = 9;
+      spec.v.row_gap = 3;
+      expect_poison_blind(spec);
+    }
+  }
+}
+
 TEST_P(PoisonTest, LeftOfTheWindow) {
   for (const std::int64_t window : {1, 127, 128, 129}) {
     for (const std::int64_t q_len : {1, 4}) {

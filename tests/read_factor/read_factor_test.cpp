@@ -49,6 +49,9 @@ constexpr Shape kMasked[] = {
 constexpr std::int64_t kCapacity = 400;
 constexpr std::int64_t kValid = 333;
 
+// Values per unit of a stride.
+std::int64_t unit_values(KvFormat format) { return format == KvFormat::q8_0 || format == KvFormat::q4_0 ? 32 : 1; }
+
 void expect_read_factor(const Device& device, KvFormat format, const Shape& shape) {
   Problem problem;
   problem.num_kv_heads = 2;
@@ -87,10 +90,11 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
 
   Inputs inputs;
   const std::int64_t q_head = shape.q_len * shape.head_dim;
-  const std::int64_t kv_head = kCapacity * shape.head_dim;
+  const std::int64_t kv_row = shape.head_dim / unit_values(format);
+  const std::int64_t kv_head = kCapacity * kv_row;
   inputs.q = {q.data(), problem.num_q_heads * q_head, q_head, shape.head_dim};
-  inputs.k = {k.data(), 2 * kv_head, kv_head, shape.head_dim};
-  inputs.v = {v.data(), 2 * kv_head, kv_head, shape.head_dim};
+  inputs.k = {k.data(), 2 * kv_head, kv_head, kv_row};
+  inputs.v = {v.data(), 2 * kv_head, kv_head, kv_row};
   const std::int32_t kv_lens[] = {static_cast<std::int32_t>(kValid)};
   inputs.kv_lens = kv_lens;
   const std::int32_t kv_starts[] = {static_cast<std::int32_t>(shape.kv_start)};
@@ -144,8 +148,10 @@ class ReadFactorTest : public testing::TestWithParam<std::string> {
     }
     ASSERT_EQ(device.target, GetParam());
     if (!device.unavailable.empty()) GTEST_SKIP() << "not run here: " << device.unavailable;
-    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
-      for (const Shape& shape : shapes) expect_read_factor(device, format, shape);
+    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0, KvFormat::q4_0}) {
+      for (const Shape& shape : shapes) {
+        if (shape.head_dim % unit_values(format) == 0) expect_read_factor(device, format, shape);
+      }
     }
   }
 };

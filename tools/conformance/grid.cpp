@@ -350,6 +350,28 @@ CaseSpec with_score_rules(const CaseSpec& plain) {
   return spec;
 }
 
+CaseSpec with_block_formats(const CaseSpec& plain) {
+  CaseSpec spec = plain;
+  Random random(plain.seed + 11000);
+  Problem& p = spec.problem;
+  const std::vector<KvFormat> blocks = {
+#define KVONCE_BLOCK_FORMAT(name) KvFormat::name,
+#include "shared/instances.def"
+  };
+  p.k_format = random.pick(blocks);
+  p.v_format = random.pick(blocks);
+  if (random.below(3) == 0) (random.below(2) == 0 ? p.k_format : p.v_format) = random.pick(kFormats);
+  if (p.v_is_k_prefix) p.v_format = p.k_format;
+  p.head_dim_qk = (p.head_dim_qk + 31) / 32 * 32;
+  p.head_dim_v = (p.head_dim_v + 31) / 32 * 32;
+  for (TensorLayout* layout : {&spec.k, &spec.v}) {
+    if (layout->offset_bytes == 20) layout->offset_bytes = 2;  // blocks are aligned to two bytes
+  }
+  spec.name += " blocks k=" + std::string(to_string(p.k_format)) + " v=" + std::string(to_string(p.v_format)) + " d" +
+               std::to_string(p.head_dim_qk) + 'x' + std::to_string(p.head_dim_v);
+  return spec;
+}
+
 std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResult& on_result) {
   std::vector<CaseResult> results;
   const std::uint64_t num_arrays = level == Level::full ? 10 : 1;
@@ -367,13 +389,18 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
         results.push_back(check_oracle(named, device));
         if (on_result) on_result(results.back());
       }
-      // Every fourth case (quick: every eighth) once more with what changes scores and hides keys.
-      if (device.backend != Backend::cpu || spec.seed % (level == Level::quick ? 8 : 4) != 0) continue;
-      CaseSpec ruled = with_score_rules(spec);
-      ruled.name = device.target + " " + ruled.name;
-      ruled.options.policy.pair_dot = -1;
-      if (!is_wanted(ruled.name)) continue;
-      results.push_back(check_oracle(ruled, device));
+      // Once more, every fourth case each (quick: every eighth), with what changes scores and hides keys, with block formats,
+      // and every sixteenth with both.
+      if (device.backend != Backend::cpu) continue;
+      const std::uint64_t period = level == Level::quick ? 8 : 4;
+      CaseSpec again = spec;
+      if (spec.seed % period == 1 || spec.seed % (4 * period) == 0) again = with_block_formats(again);
+      if (spec.seed % period == 0) again = with_score_rules(again);
+      if (again.name == spec.name) continue;
+      again.name = device.target + " " + again.name;
+      again.options.policy.pair_dot = -1;
+      if (!is_wanted(again.name)) continue;
+      results.push_back(check_oracle(again, device));
       if (on_result) on_result(results.back());
     }
   }

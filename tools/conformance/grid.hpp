@@ -23,4 +23,7 @@ std::vector<CaseSpec> grid_cases(const GridLimits& limits);
 /// The case with masks, softcap, ALiBi or sinks that its seed chooses.
 CaseSpec with_score_rules(const CaseSpec& plain);
 
+/// The case with block formats for K, V or both and head dims of whole blocks.
+CaseSpec with_block_formats(const CaseSpec& plain);
+
 }  // namespace kvonce::conformance

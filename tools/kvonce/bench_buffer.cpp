@@ -31,9 +31,13 @@ Pattern pattern_of(KvFormat format) {
       return {0x87ff87ffU, 0x38003800U};
     case KvFormat::bf16:
       return {0x80ff80ffU, 0x3f003f00U};
+    case KvFormat::q8_0:  // codes; place_case() writes the blocks' scales
+    case KvFormat::q4_0:
+      return {0xffffffffU, 0U};
     default:
-      throw Error(ErrorCode::Unsupported,
-                  fmt::format("--dtype: bench fills caches of f32, f16 or bf16, got {}", to_string(format)));
+      throw Error(
+          ErrorCode::Unsupported,
+          fmt::format("--dtype: bench fills caches of f32, f16, bf16, q8_0 or q4_0, got {}", to_string(format)));
   }
 }
 

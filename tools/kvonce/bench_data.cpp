@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "core/reference.hpp"
+#include "shared/ggml_blocks.h"
+#include "shared/numeric.h"
 
 namespace kvonce::tool {
 namespace {
@@ -29,8 +32,24 @@ std::vector<double> reference_row(const Problem& problem, const Inputs& inputs, 
   return core::reference_attend(row, at).out;
 }
 
-TensorView packed_view(const void* data, std::int64_t heads, std::int64_t tokens, std::int64_t dims) {
-  return {data, heads * tokens * dims, tokens * dims, dims};
+// Values per unit of a stride: 32 for the block formats.
+std::int64_t unit_values(KvFormat format) {
+  return format == KvFormat::q8_0 || format == KvFormat::q4_0 ? shared::kGgmlBlockValues : 1;
+}
+
+TensorView packed_view(const void* data, std::int64_t heads, std::int64_t tokens, std::int64_t units) {
+  return {data, heads * tokens * units, tokens * units, units};
+}
+
+// Gives every block at [data, data + bytes) an f16 scale that makes values as large as those of plain caches.
+void write_scales(char* data, std::int64_t bytes, KvFormat format) {
+  if (unit_values(format) == 1) return;
+  const std::int64_t block_bytes = format_bytes(format, 1);
+  const float largest = format == KvFormat::q8_0 ? 1.0F / 128 : 1.0F / 8;
+  for (std::int64_t at = 0; at < bytes; at += block_bytes) {
+    const std::uint16_t scale = shared::f32_to_f16(largest * (0.5F + 0.25F * static_cast<float>(at / block_bytes % 3)));
+    std::memcpy(data + at, &scale, sizeof scale);
+  }
 }
 
 }  // namespace
@@ -64,13 +83,15 @@ Inputs CaseData::inputs(std::int64_t set) const {
   Inputs inputs;
   const char* const k = base + set * set_bytes;
   inputs.q = packed_view(q.data(), problem.num_q_heads, problem.q_len, problem.head_dim_qk);
-  inputs.k = packed_view(k, problem.num_kv_heads, problem.max_kv_len, problem.head_dim_qk);
-  inputs.v = packed_view(k + k_bytes, problem.num_kv_heads, problem.max_kv_len, problem.dim_v());
+  const std::int64_t k_units = problem.head_dim_qk / unit_values(problem.k_format);
+  const std::int64_t v_units = problem.dim_v() / unit_values(problem.v_format);
+  inputs.k = packed_view(k, problem.num_kv_heads, problem.max_kv_len, k_units);
+  inputs.v = packed_view(k + k_bytes, problem.num_kv_heads, problem.max_kv_len, v_units);
   if (tokens_first) {
-    inputs.k.head_stride = problem.head_dim_qk;
-    inputs.k.token_stride = problem.num_kv_heads * problem.head_dim_qk;
-    inputs.v.head_stride = problem.dim_v();
-    inputs.v.token_stride = problem.num_kv_heads * problem.dim_v();
+    inputs.k.head_stride = k_units;
+    inputs.k.token_stride = problem.num_kv_heads * k_units;
+    inputs.v.head_stride = v_units;
+    inputs.v.token_stride = problem.num_kv_heads * v_units;
   }
   return inputs;
 }
@@ -88,7 +109,14 @@ CaseData lay_out_case(const Problem& problem, std::int64_t rotation_bytes) {
   return data;
 }
 
-void place_case(CaseData& data, const BenchBuffer& buffer) { place_case(data, buffer.data()); }
+void place_case(CaseData& data, const BenchBuffer& buffer) {
+  for (std::int64_t set = 0; set < data.num_sets; ++set) {
+    char* const k = buffer.data() + set * data.set_bytes;
+    write_scales(k, data.k_bytes, data.problem.k_format);
+    write_scales(k + data.k_bytes, data.v_bytes, data.problem.v_format);
+  }
+  place_case(data, buffer.data());
+}
 
 void place_case(CaseData& data, char* base) {
   data.base = base;

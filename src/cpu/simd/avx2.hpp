@@ -8,6 +8,7 @@
 #include "cpu/simd/store_lanes.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
+#include "shared/ggml_blocks.h"
 #include "shared/numeric.h"
 
 namespace kvonce::cpu::avx2 {
@@ -150,6 +151,32 @@ struct Simd::Elements<KvFormat::bf16> {
     const Vec high = _mm256_unpackhi_ps(a, b);
     store(p, _mm256_permute2f128_ps(low, high, 0x20));
     store(p + width, _mm256_permute2f128_ps(low, high, 0x31));
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q8_0> {
+  using Stored = shared::Q8Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    from_codes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes + first)), block->scale, a, b);
+  }
+  static void from_codes(__m128i codes, std::uint16_t f16, Vec& a, Vec& b) {
+    const Vec scale = _mm256_cvtph_ps(_mm_set1_epi16(static_cast<short>(f16)));
+    a = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), scale);
+    b = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))), scale);
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q4_0> {
+  using Stored = shared::Q4Block;
+  static constexpr bool kEvenOdd = false;
+  /// `first` is 0, the low nibbles, or 16, the high ones.
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes));
+    const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(bytes, _mm_cvtsi32_si128(first / 4)), _mm_set1_epi8(15));
+    Elements<KvFormat::q8_0>::from_codes(_mm_sub_epi8(nibbles, _mm_set1_epi8(8)), block->scale, a, b);
   }
 };
 

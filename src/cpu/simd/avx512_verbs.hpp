@@ -196,3 +196,31 @@ struct Simd::Elements<KvFormat::bf16> {
     store(p + width, _mm512_permutex2var_ps(a, high, b));
   }
 };
+
+/// A block of 32 values is a pair of vectors.
+template <>
+struct Simd::Elements<KvFormat::q8_0> {
+  using Stored = shared::Q8Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int /*first*/, Vec& a, Vec& b) {
+    const auto* codes = reinterpret_cast<const __m128i*>(block->codes);
+    const Vec scale = scale_of(block->scale);
+    a = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))), scale);
+    b = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))), scale);
+  }
+  static Vec scale_of(std::uint16_t f16) { return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(f16))); }
+};
+
+/// The low four bits of a lane choose one of the sixteen values that the block's scale allows.
+template <>
+struct Simd::Elements<KvFormat::q4_0> {
+  using Stored = shared::Q4Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int /*first*/, Vec& a, Vec& b) {
+    const Vec levels = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const Vec values = mul(levels, Elements<KvFormat::q8_0>::scale_of(block->scale));
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes)));
+    a = _mm512_permutexvar_ps(codes, values);
+    b = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), values);
+  }
+};

@@ -8,6 +8,7 @@
 #include "cpu/simd/store_lanes.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
+#include "shared/ggml_blocks.h"
 #include "shared/numeric.h"
 
 #define KVONCE_TARGET_NAME "neon_bf16"

@@ -218,3 +218,33 @@ struct Simd::Elements<KvFormat::bf16> : Simd::InOrder<Simd::Elements<KvFormat::b
     return {vreinterpretq_f32_u16(vzip1q_u16(zeros, bits)), vreinterpretq_f32_u16(vzip2q_u16(zeros, bits))};
   }
 };
+
+template <>
+struct Simd::Elements<KvFormat::q8_0> {
+  using Stored = shared::Q8Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    from_codes(vld1q_s8(block->codes + first), block->scale, a, b);
+  }
+  static void from_codes(int8x16_t codes, std::uint16_t f16, Vec& a, Vec& b) {
+    const float32x4_t scale = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(f16)));
+    a = scaled(vmovl_s8(vget_low_s8(codes)), scale);
+    b = scaled(vmovl_high_s8(codes), scale);
+  }
+  static Vec scaled(int16x8_t codes, float32x4_t scale) {
+    return {vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes))), scale),
+            vmulq_f32(vcvtq_f32_s32(vmovl_high_s16(codes)), scale)};
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q4_0> {
+  using Stored = shared::Q4Block;
+  static constexpr bool kEvenOdd = false;
+  /// `first` is 0, the low nibbles, or 16, the high ones.
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    const uint8x16_t shifted = vshlq_u8(vld1q_u8(block->codes), vdupq_n_s8(static_cast<std::int8_t>(-first / 4)));
+    const int8x16_t nibbles = vreinterpretq_s8_u8(vandq_u8(shifted, vdupq_n_u8(15)));
+    Elements<KvFormat::q8_0>::from_codes(vsubq_s8(nibbles, vdupq_n_s8(8)), block->scale, a, b);
+  }
+};

@@ -21,7 +21,8 @@
 //   max_across<period>                 every lane gets the maximum over the lanes that are equal to it modulo period
 //   prefetch, prefetch_l2              one cache line into the nearest cache, or into L2; never faults. Inlined by force: gcc
 //                                      drops calls of a function that does nothing else
-//   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors
+//   Elements<format>                   how `width` or 2 * `width` stored values become float32 vectors; of block formats only values
+//                                      [first, first + 2 * width) of a block
 //   store_as<dtype>(p, v, count)       the first count lanes rounded to dtype
 #pragma once
 
@@ -31,6 +32,7 @@
 #include "cpu/simd/store_lanes.hpp"
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
+#include "shared/ggml_blocks.h"
 #include "shared/numeric.h"
 
 namespace kvonce::cpu::portable {
@@ -172,6 +174,35 @@ struct Simd::Elements<KvFormat::bf16> {
     for (int i = 0; i < width; ++i) {
       p[2 * i] = a[i];
       p[2 * i + 1] = b[i];
+    }
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q8_0> {
+  using Stored = shared::Q8Block;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    const float scale = shared::f16_to_f32(block->scale);
+    for (int i = 0; i < width; ++i) {
+      a[i] = static_cast<float>(block->codes[first + i]) * scale;
+      b[i] = static_cast<float>(block->codes[first + width + i]) * scale;
+    }
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::q4_0> {
+  using Stored = shared::Q4Block;
+  static constexpr bool kEvenOdd = false;
+  /// `first` below 16: low nibbles, else high ones.
+  static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
+    const float scale = shared::f16_to_f32(block->scale);
+    const int shift = first / 16 * 4;
+    const std::uint8_t* codes = block->codes + first % 16;
+    for (int i = 0; i < width; ++i) {
+      a[i] = static_cast<float>((codes[i] >> shift & 15) - 8) * scale;
+      b[i] = static_cast<float>((codes[width + i] >> shift & 15) - 8) * scale;
     }
   }
 };
