@@ -140,6 +140,7 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
   constexpr int kTurn = kTokens < 4 ? kTokens : 4;
   constexpr std::int64_t kPair = 2 * S::width;
   constexpr std::int64_t kPairBytes = stored_bytes<S, format>(kPair);
+  constexpr std::int64_t kStride = dims_per_turn<S>(format);
   const auto* k = static_cast<const Stored*>(k_rows);
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
@@ -152,50 +153,53 @@ void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t nu
 
     const float* q_vec = q;
     std::int64_t dim = 0;
-    for (; dim + kPair <= dims; dim += kPair, q_vec += 2 * rows * S::width) {
-      if constexpr (rows <= kTokens) {  // few rows: q stays in registers, K passes through
-        Vec q_a[rows];
-        Vec q_b[rows];
-        KVONCE_UNROLL
-        for (int r = 0; r < rows; ++r) {
-          q_a[r] = S::load(q_vec + r * S::width);
-          q_b[r] = S::load(q_vec + (rows + r) * S::width);
-          S::pin(q_a[r]);
-          S::pin(q_b[r]);
-        }
-        KVONCE_UNROLL
-        for (int j = 0; j < kTokens; ++j) {
-          Vec a;
-          Vec b;
-          load_pair_at<S, format>(row[j], dim, a, b);
-          if (j % kTurn == kTurn - 1) ahead.advance(kTurn * kPairBytes);
+    for (; dim + kStride <= dims; dim += kStride) {
+      KVONCE_UNROLL
+      for (std::int64_t pair = 0; pair < kStride; pair += kPair, q_vec += 2 * rows * S::width) {
+        if constexpr (rows <= kTokens) {  // few rows: q stays in registers, K passes through
+          Vec q_a[rows];
+          Vec q_b[rows];
           KVONCE_UNROLL
           for (int r = 0; r < rows; ++r) {
-            acc[j * kLaneRows + r] = S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]));
+            q_a[r] = S::load(q_vec + r * S::width);
+            q_b[r] = S::load(q_vec + (rows + r) * S::width);
+            S::pin(q_a[r]);
+            S::pin(q_b[r]);
           }
-        }
-      } else {  // many rows: a pair of K vectors per token stays in registers, q passes through
-        Vec k_a[kTokens];
-        Vec k_b[kTokens];
-        KVONCE_UNROLL
-        for (int j = 0; j < kTokens; ++j) load_pair_at<S, format>(row[j], dim, k_a[j], k_b[j]);
-        ahead.advance(kTokens * kPairBytes);
-        KVONCE_UNROLL
-        for (int r = 0; r < rows; ++r) {
-          Vec q_a = S::load(q_vec + r * S::width);
-          S::pin(q_a);
           KVONCE_UNROLL
           for (int j = 0; j < kTokens; ++j) {
-            acc[j * kLaneRows + r] = S::fmadd(k_a[j], q_a, acc[j * kLaneRows + r]);
+            Vec a;
+            Vec b;
+            load_pair_at<S, format>(row[j], dim, pair, a, b);
+            if (j % kTurn == kTurn - 1) ahead.advance(kTurn * kPairBytes);
+            KVONCE_UNROLL
+            for (int r = 0; r < rows; ++r) {
+              acc[j * kLaneRows + r] = S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]));
+            }
           }
-        }
-        KVONCE_UNROLL
-        for (int r = 0; r < rows; ++r) {
-          Vec q_b = S::load(q_vec + (rows + r) * S::width);
-          S::pin(q_b);
+        } else {  // many rows: a pair of K vectors per token stays in registers, q passes through
+          Vec k_a[kTokens];
+          Vec k_b[kTokens];
           KVONCE_UNROLL
-          for (int j = 0; j < kTokens; ++j) {
-            acc[j * kLaneRows + r] = S::fmadd(k_b[j], q_b, acc[j * kLaneRows + r]);
+          for (int j = 0; j < kTokens; ++j) load_pair_at<S, format>(row[j], dim, pair, k_a[j], k_b[j]);
+          ahead.advance(kTokens * kPairBytes);
+          KVONCE_UNROLL
+          for (int r = 0; r < rows; ++r) {
+            Vec q_a = S::load(q_vec + r * S::width);
+            S::pin(q_a);
+            KVONCE_UNROLL
+            for (int j = 0; j < kTokens; ++j) {
+              acc[j * kLaneRows + r] = S::fmadd(k_a[j], q_a, acc[j * kLaneRows + r]);
+            }
+          }
+          KVONCE_UNROLL
+          for (int r = 0; r < rows; ++r) {
+            Vec q_b = S::load(q_vec + (rows + r) * S::width);
+            S::pin(q_b);
+            KVONCE_UNROLL
+            for (int j = 0; j < kTokens; ++j) {
+              acc[j * kLaneRows + r] = S::fmadd(k_b[j], q_b, acc[j * kLaneRows + r]);
+            }
           }
         }
       }
@@ -265,12 +269,13 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
   constexpr std::int64_t kBytes = stored_bytes<S, format>(vectors * S::width);
+  constexpr std::int64_t kBlock = shared::kGgmlBlockValues;
   if constexpr (!is_block(format)) {
     v += first;
     first = 0;
-  } else if constexpr (vectors * S::width % shared::kGgmlBlockValues == 0) {
-    v += static_cast<std::uint64_t>(first) / shared::kGgmlBlockValues;
-    first = 0;
+  } else {
+    v += static_cast<std::uint64_t>(first) / kBlock;
+    first = vectors * S::width % kBlock == 0 ? 0 : first % kBlock;
   }
   Vec acc[rows][vectors];
   KVONCE_UNROLL
@@ -282,7 +287,8 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
     Vec value[vectors];
     KVONCE_UNROLL
     for (int i = 0; i + 1 < vectors; i += 2)
-      load_pair_at<S, format>(values, first + i * S::width, value[i], value[i + 1]);
+      load_pair_at<S, format>(values, i * S::width / kBlock * kBlock, i * S::width % kBlock + first, value[i],
+                              value[i + 1]);
     if constexpr (vectors % 2 == 1) value[vectors - 1] = E::load(values + (vectors - 1) * S::width);
     if constexpr (S::kHasLanes && rows >= 3) {
       const auto lanes = S::template load_lanes<lane_rows(rows)>(weights);

@@ -16,6 +16,7 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
   using E = typename S::template Elements<format>;
   using Stored = typename E::Stored;
   constexpr std::int64_t kPair = 2 * S::width;
+  constexpr std::int64_t kStride = dims_per_turn<S>(format);
   const std::int64_t row_bytes = stored_bytes<S, format>(dims);
 
   for (std::int64_t token = 0; token < num_tokens; token += S::width) {
@@ -26,11 +27,14 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
       Vec sum = S::zero();
       const float* q_vec = q;
       std::int64_t dim = 0;
-      for (; dim + kPair <= dims; dim += kPair, q_vec += kPair) {
-        Vec a;
-        Vec b;
-        load_pair_at<S, format>(row[j], dim, a, b);
-        sum = S::fmadd(b, S::load(q_vec + S::width), S::fmadd(a, S::load(q_vec), sum));
+      for (; dim + kStride <= dims; dim += kStride) {
+        KVONCE_UNROLL
+        for (std::int64_t pair = 0; pair < kStride; pair += kPair, q_vec += kPair) {
+          Vec a;
+          Vec b;
+          load_pair_at<S, format>(row[j], dim, pair, a, b);
+          sum = S::fmadd(b, S::load(q_vec + S::width), S::fmadd(a, S::load(q_vec), sum));
+        }
       }
       if constexpr (!is_block(format)) {
         for (; dim < dims; dim += S::width, q_vec += S::width) {

@@ -41,7 +41,7 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
   constexpr int kTokens = 2 * kPairs;
   constexpr int kHalf = S::width / 2;
   const auto* k = static_cast<const Stored*>(k_rows);
-  const std::int64_t half_bytes = kPairs * dims * std::int64_t{sizeof(Stored)};  // of the block's rows
+  const std::int64_t half_bytes = kPairs * stored_bytes<S, format>(dims);  // of the block's rows
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const Stored* row[kTokens];
@@ -64,26 +64,38 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
       }
       q_half += rows * kHalf;
     };
-    Vec key_a[kPairs];
-    Vec key_b[kPairs];
-    std::int64_t dim = 0;
-    for (; dim + S::width <= dims; dim += S::width) {
-      KVONCE_UNROLL
-      for (int j = 0; j < kPairs; ++j) E::load_split(row[2 * j] + dim, row[2 * j + 1] + dim, key_a[j], key_b[j]);
-      add_dims(key_a);
-      add_dims(key_b);
-    }
-    if (dim < dims) {
-      for (int j = 0; j < kPairs; ++j) {
-        Stored tail[2][S::width] = {};
-        for (std::int64_t i = 0; i < dims - dim; ++i) {
-          tail[0][i] = row[2 * j][dim + i];
-          tail[1][i] = row[2 * j + 1][dim + i];
+    if constexpr (is_block(format)) {
+      for (std::int64_t block = 0; block < dims / shared::kGgmlBlockValues; ++block) {
+        Vec key[4][kPairs];
+        KVONCE_UNROLL
+        for (int j = 0; j < kPairs; ++j) {
+          E::load_split(row[2 * j] + block, row[2 * j + 1] + block, key[0][j], key[1][j], key[2][j], key[3][j]);
         }
-        E::load_split(tail[0], tail[1], key_a[j], key_b[j]);
+        KVONCE_UNROLL
+        for (int i = 0; i < 4; ++i) add_dims(key[i]);
       }
-      add_dims(key_a);
-      add_dims(key_b);
+    } else {
+      Vec key_a[kPairs];
+      Vec key_b[kPairs];
+      std::int64_t dim = 0;
+      for (; dim + S::width <= dims; dim += S::width) {
+        KVONCE_UNROLL
+        for (int j = 0; j < kPairs; ++j) E::load_split(row[2 * j] + dim, row[2 * j + 1] + dim, key_a[j], key_b[j]);
+        add_dims(key_a);
+        add_dims(key_b);
+      }
+      if (dim < dims) {
+        for (int j = 0; j < kPairs; ++j) {
+          Stored tail[2][S::width] = {};
+          for (std::int64_t i = 0; i < dims - dim; ++i) {
+            tail[0][i] = row[2 * j][dim + i];
+            tail[1][i] = row[2 * j + 1][dim + i];
+          }
+          E::load_split(tail[0], tail[1], key_a[j], key_b[j]);
+        }
+        add_dims(key_a);
+        add_dims(key_b);
+      }
     }
     ahead.advance(half_bytes);
     KVONCE_UNROLL

@@ -25,8 +25,7 @@ struct TileKernels {
 
 template <class S, int rows, KvFormat format>
 void set_score_kernels(const ChunkTask& task, TileKernels<S>& kernels) {
-  // A block of one token is a pair of vectors on AVX-512: halves of two tokens would cost more than they save.
-  if constexpr (S::kHasSplit && lane_rows(rows) == 8 && !is_block(format)) {
+  if constexpr (S::kHasSplit && lane_rows(rows) == 8 && (S::kSplitsBlocks || !is_block(format))) {
     kernels.load_row_tile = load_row_tile_split<S, format>;
     kernels.score_tokens = score_tokens_split<S, format, rows>;
   } else {

@@ -18,16 +18,22 @@ constexpr std::int64_t stored_bytes(std::int64_t values) {
   return is_block(format) ? values * kBytes / shared::kGgmlBlockValues : values * kBytes;
 }
 
-/// Values [dim, dim + 2 * width) of a row. A block is dequantised here, in registers, once for every row of the tile.
+/// Dims that a loop over pairs of vectors takes at a time: a pair, or a whole block, whose scale is then read once.
+template <class S>
+constexpr std::int64_t dims_per_turn(KvFormat format) {
+  return is_block(format) && 2 * S::width < shared::kGgmlBlockValues ? shared::kGgmlBlockValues : 2 * S::width;
+}
+
+/// Values [dim + first, dim + first + 2 * width) of a row; of block formats dim is a multiple of 32 and first is below 32. A block
+/// is dequantised here, in registers, once for every row of the tile.
 template <class S, KvFormat format>
 KVONCE_INLINE inline void load_pair_at(const typename S::template Elements<format>::Stored* row, std::int64_t dim,
-                                       typename S::Vec& a, typename S::Vec& b) {
+                                       std::int64_t first, typename S::Vec& a, typename S::Vec& b) {
   using E = typename S::template Elements<format>;
   if constexpr (is_block(format)) {
-    const auto at = static_cast<std::uint64_t>(dim);
-    E::load_pair(row + at / shared::kGgmlBlockValues, static_cast<int>(at % shared::kGgmlBlockValues), a, b);
+    E::load_pair(row + static_cast<std::uint64_t>(dim) / shared::kGgmlBlockValues, static_cast<int>(first), a, b);
   } else {
-    E::load_pair(row + dim, a, b);
+    E::load_pair(row + dim + first, a, b);
   }
 }
 

@@ -31,8 +31,12 @@ std::int64_t choose_chunk_tokens(const Problem& p) {
   // few percent, and short caches still split over several threads. 512 KB gained 0 to 4 % in bf16 and nothing in f16
   // (docs/kernel-cpu.md), and leave threads half as many pieces to share.
   constexpr std::int64_t kChunkBytes = 256 * 1024;
+  // Blocks count as 16-bit values: their tokens take as long, and longer chunks would leave threads fewer pieces to share.
+  const auto row_bytes = [](KvFormat format, std::int64_t dims) {
+    return std::max(format_bytes(format, dims), 2 * dims);
+  };
   const std::int64_t token_bytes =
-      format_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
+      row_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : row_bytes(p.v_format, p.head_dim_v));
   const std::int64_t rows = std::min(p.rows_per_stream(), kRowsPerWorker);
   const std::int64_t bytes = std::max(kChunkBytes, 16 * rows * p.head_dim_v * 4);
   return std::clamp<std::int64_t>(bytes / token_bytes / 64 * 64, 128, 4096);

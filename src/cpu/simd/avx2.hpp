@@ -19,6 +19,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
   static constexpr bool kHasSplit = false;
+  static constexpr bool kSplitsBlocks = false;
   static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = false;
   using Vec = __m256;
@@ -159,13 +160,13 @@ struct Simd::Elements<KvFormat::q8_0> {
   using Stored = shared::Q8Block;
   static constexpr bool kEvenOdd = false;
   static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
-    from_codes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes + first)), block->scale, a, b);
+    const auto* codes = reinterpret_cast<const __m128i*>(block->codes + first);
+    const auto* next_codes = reinterpret_cast<const __m128i*>(block->codes + first + width);
+    const Vec scale = scale_of(block->scale);
+    a = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(codes))), scale);
+    b = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(next_codes))), scale);
   }
-  static void from_codes(__m128i codes, std::uint16_t f16, Vec& a, Vec& b) {
-    const Vec scale = _mm256_cvtph_ps(_mm_set1_epi16(static_cast<short>(f16)));
-    a = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), scale);
-    b = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))), scale);
-  }
+  static Vec scale_of(std::uint16_t f16) { return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<short>(f16))); }
 };
 
 template <>
@@ -175,8 +176,11 @@ struct Simd::Elements<KvFormat::q4_0> {
   /// `first` is 0, the low nibbles, or 16, the high ones.
   static void load_pair(const Stored* block, int first, Vec& a, Vec& b) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes));
-    const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(bytes, _mm_cvtsi32_si128(first / 4)), _mm_set1_epi8(15));
-    Elements<KvFormat::q8_0>::from_codes(_mm_sub_epi8(nibbles, _mm_set1_epi8(8)), block->scale, a, b);
+    const __m128i shifted = first == 0 ? bytes : _mm_srli_epi16(bytes, 4);
+    const __m128i codes = _mm_sub_epi8(_mm_and_si128(shifted, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+    const Vec scale = Elements<KvFormat::q8_0>::scale_of(block->scale);
+    a = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), scale);
+    b = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))), scale);
   }
 };
 

@@ -7,6 +7,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 8;
   static constexpr int kRegisters = 32;
   static constexpr bool kHasSplit = true;
+  static constexpr bool kSplitsBlocks = true;
   static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   using Vec = __m512;
@@ -204,11 +205,30 @@ struct Simd::Elements<KvFormat::q8_0> {
   static constexpr bool kEvenOdd = false;
   static void load_pair(const Stored* block, int /*first*/, Vec& a, Vec& b) {
     const auto* codes = reinterpret_cast<const __m128i*>(block->codes);
-    const Vec scale = scale_of(block->scale);
+    const Vec scale = scale_of(block);
     a = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))), scale);
     b = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))), scale);
   }
-  static Vec scale_of(std::uint16_t f16) { return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(f16))); }
+  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b, Vec& c, Vec& d) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p0->codes));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p1->codes));
+    const __m256i ac = _mm256_unpacklo_epi64(first, second);
+    const __m256i bd = _mm256_unpackhi_epi64(first, second);
+    const Vec scale = scale_of(p0, p1);
+    a = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(ac))), scale);
+    b = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bd))), scale);
+    c = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(ac, 1))), scale);
+    d = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bd, 1))), scale);
+  }
+  /// From the first eight bytes of the block: the conversion then takes its operand from memory.
+  static Vec scale_of(const void* block) {
+    return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_loadl_epi64(static_cast<const __m128i*>(block))));
+  }
+  /// One block's in the lower half, the other's in the upper.
+  static Vec scale_of(const void* p0, const void* p1) {
+    return _mm512_mask_broadcastss_ps(scale_of(p0), 0xff00,
+                                      _mm_cvtph_ps(_mm_loadl_epi64(static_cast<const __m128i*>(p1))));
+  }
 };
 
 /// The low four bits of a lane choose one of the sixteen values that the block's scale allows.
@@ -218,9 +238,21 @@ struct Simd::Elements<KvFormat::q4_0> {
   static constexpr bool kEvenOdd = false;
   static void load_pair(const Stored* block, int /*first*/, Vec& a, Vec& b) {
     const Vec levels = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    const Vec values = mul(levels, Elements<KvFormat::q8_0>::scale_of(block->scale));
+    const Vec values = mul(levels, Elements<KvFormat::q8_0>::scale_of(block));
     const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block->codes)));
     a = _mm512_permutexvar_ps(codes, values);
     b = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), values);
+  }
+  static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b, Vec& c, Vec& d) {
+    const Vec levels = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p0->codes));
+    const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p1->codes));
+    const __m512i ac = _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(first, second));
+    const __m512i bd = _mm512_cvtepu8_epi32(_mm_unpackhi_epi64(first, second));
+    const Vec scale = Elements<KvFormat::q8_0>::scale_of(p0, p1);
+    a = mul(_mm512_permutexvar_ps(ac, levels), scale);
+    b = mul(_mm512_permutexvar_ps(bd, levels), scale);
+    c = mul(_mm512_permutexvar_ps(_mm512_srli_epi32(ac, 4), levels), scale);
+    d = mul(_mm512_permutexvar_ps(_mm512_srli_epi32(bd, 4), levels), scale);
   }
 };

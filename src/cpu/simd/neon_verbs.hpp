@@ -11,6 +11,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 8;
   static constexpr int kRegisters = 16;  // in Vec
   static constexpr bool kHasSplit = true;
+  static constexpr bool kSplitsBlocks = false;
   static constexpr bool kHasLanes = true;
   static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   struct Vec {

@@ -12,7 +12,8 @@
 //                                      store_halves<even_odd> takes them apart (even_odd: even and odd lanes),
 //                                      store_half_sums(p, v, scale), 8 vectors: p[i] is scale times the sum of v[i]'s lower
 //                                      half, p[8 + i] of its upper half,
-//                                      load_split(p0, p1, a, b) loads `width` dims of two tokens, half a vector of each
+//                                      load_split(p0, p1, a, b) loads `width` dims of two tokens, half a vector of each;
+//                                      kSplitsBlocks: block formats have load_split(p0, p1, a, b, c, d) for a block of each
 //   kHasLanes                          a multiply-add takes one lane of a register as its factor: load_lanes<count>(p),
 //                                      fmadd_lane(a, lanes, i, c) = a * p[i] + c
 //   exp2                               2^x for x <= 0; -inf gives exactly 0, NaN stays NaN; relative error < 2e-7
@@ -43,6 +44,7 @@ struct Simd {
   static constexpr int kMaxRowTile = 4;
   static constexpr int kRegisters = 16;
   static constexpr bool kHasSplit = false;
+  static constexpr bool kSplitsBlocks = false;
   static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = false;
   typedef float Vec __attribute__((vector_size(16)));
