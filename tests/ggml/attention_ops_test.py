@@ -20,10 +20,10 @@ def causal(q_len, n_kv, seen=None):
 
 
 class AttentionOpsTest(unittest.TestCase):
-    def check(self, tolerance=TOLERANCE, **options):
+    def check(self, tolerance=TOLERANCE, unread=None, **options):
         case = Case(GGML, **options)
         before = kvonce_ggml.statistics()
-        got = case.run(DEVICE)
+        got = case.run(DEVICE, unread=unread)
         self.assertIsNotNone(got, "not claimed: " + kvonce_ggml.statistics_text())
         self.assertEqual(kvonce_ggml.statistics()["ops_served"], before["ops_served"] + 1)
         self.assertLess(error(got, case.expected()), tolerance)
@@ -79,6 +79,16 @@ class AttentionOpsTest(unittest.TestCase):
                 mask = numpy.ones((1, 1, 2, n_kv), dtype=bool)
                 mask[..., begin:end] = False
                 self.check(num_q_heads=6, num_kv_heads=2, dim_qk=64, n_kv=n_kv, q_len=2, mask=mask, poison=True)
+
+    def test_hidden_blocks_are_not_read(self):
+        """A block is a step of at most 1024 tokens; at either end it is a cell."""
+        positions = numpy.arange(8192)
+        for kind in (F16, Q8_0, Q4_0):
+            for name, hidden, unread in (("padding", positions >= 5001, (5001, 8192)), ("window", positions < 6003, (0, 6003)),
+                                         ("hole", (positions >= 1000) & (positions < 7000), (2048, 6144))):
+                with self.subTest(kind=TYPE_NAMES[kind], name=name):
+                    self.check(num_q_heads=6, num_kv_heads=2, dim_qk=64, n_kv=8192, k_type=kind, v_type=kind,
+                               mask=~hidden[None, None, None], unread=unread)
 
     def test_rows_that_see_nothing(self):
         for n_kv in (1, 64, 700):

@@ -5,12 +5,16 @@ tensors in one buffer of the CPU backend, K and V as views of a token-major cach
 """
 import ctypes
 import math
+import mmap
 
 import numpy
 
 F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30
 TYPE_NAMES = {F32: "f32", F16: "f16", Q4_0: "q4_0", Q8_0: "q8_0", BF16: "bf16"}
 CPU_DEVICE, ACCEL_DEVICE = 0, 3
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class InitParams(ctypes.Structure):
@@ -25,6 +29,7 @@ class Ggml:
         signatures = {
             "ggml_init": (pointer, [InitParams]),
             "ggml_free": (None, [pointer]),
+            "ggml_get_data": (pointer, [pointer]),
             "ggml_tensor_overhead": (size, []),
             "ggml_graph_overhead": (size, []),
             "ggml_row_size": (size, [ctypes.c_int, number]),
@@ -149,8 +154,19 @@ class Case:
             uploads.append((sinks, self.sinks.astype("float32")))
         return node, uploads
 
-    def run(self, device, num_threads=2):
-        """The result [num_seqs, q_len, num_q_heads, dim_v], or None when the device does not claim the node."""
+    def forbid(self, caches, begin, end, protection):
+        """Sets the protection of the pages that hold only cells [begin, end) of the first sequence."""
+        page = mmap.PAGESIZE
+        for cache, raw in zip(caches, self.raw):
+            cell = raw[0, 0].nbytes
+            first = -(-(self.ggml.get_data(cache) + begin * cell) // page) * page
+            last = (self.ggml.get_data(cache) + end * cell) // page * page
+            if last <= first or LIBC.mprotect(first, last - first, protection) != 0:
+                raise OSError(ctypes.get_errno(), f"mprotect of cells {begin} to {end}")
+
+    def run(self, device, num_threads=2, unread=None):
+        """The result [num_seqs, q_len, num_q_heads, dim_v], or None when the device does not claim the node.
+        unread: cells (begin, end) whose K and V must not be read: reading them ends the process."""
         num_seqs, num_q_heads, _, q_len, _, _, dim_v = self.shape
         ggml = self.ggml
         context = ggml.init(InitParams(64 * ggml.tensor_overhead() + ggml.graph_overhead(), None, True))
@@ -168,7 +184,12 @@ class Case:
                 ggml.backend_tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
             out = numpy.full((num_seqs, q_len, num_q_heads, dim_v), numpy.nan, dtype="float32")
             ggml.backend_tensor_set(node, out.ctypes.data, 0, out.nbytes)
+            caches = [uploads[1][0], uploads[2][0]]
+            if unread:
+                self.forbid(caches, *unread, 0)
             status = ggml.backend_graph_compute(backend, graph)
+            if unread:
+                self.forbid(caches, *unread, mmap.PROT_READ | mmap.PROT_WRITE)
             if status != 0:
                 raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
             ggml.backend_tensor_get(node, out.ctypes.data, 0, out.nbytes)
