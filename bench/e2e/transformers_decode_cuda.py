@@ -44,6 +44,11 @@ ROUNDS = 9
 MAX_ERROR = 0.05  # relative L2 of logits in bf16 against the sdpa arm's; a mixture of experts may route a token elsewhere
 
 
+def name_of(arm):
+    """What Transformers calls the arm; names that contain "flash" would be looked for elsewhere."""
+    return arm if arm in ("eager", "sdpa", "kvonce") else "bench_" + arm.replace("flash", "fa")
+
+
 def qwen2_5_3b(tiny):
     size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                 vocab_size=128) if tiny else dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
@@ -139,8 +144,8 @@ def register_arms(per_head):
     except Exception as error:  # pylint: disable=broad-except
         failed["per_head"] = first_line(error)
     for arm, attend in attentions.items():
-        AttentionInterface.register("bench_" + arm, attend)
-        AttentionMaskInterface.register("bench_" + arm, lambda **_: None)
+        AttentionInterface.register(name_of(arm), attend)
+        AttentionMaskInterface.register(name_of(arm), lambda **_: None)
     return failed
 
 
@@ -217,7 +222,7 @@ class Bench:
             raise RuntimeError(self.failed_arms[arm])
         if time.monotonic() > self.deadline:
             raise TimeoutError("--seconds are over")
-        step.model.set_attn_implementation(arm if arm in ("eager", "sdpa", "kvonce") else "bench_" + arm)
+        step.model.set_attn_implementation(name_of(arm))
         step.rewind()
         run = torch.compile(step.run, fullgraph=True, dynamic=False) if mode == "compile" else step.run
         counted = None
