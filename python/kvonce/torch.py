@@ -12,7 +12,7 @@ from . import _core
 
 __all__ = ["scaled_dot_product_attention"]
 
-# None is for keywords alone: torch takes three microseconds longer to sort seven of them.
+# No argument is for keywords alone: torch takes three microseconds longer to sort seven of them.
 _ARGUMENTS = ("(Tensor q, Tensor k, Tensor v, Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? sinks=None, "
               "float? scale=None, bool causal=True, int window=0, float softcap=0.0)")
 # Layouts that inductor would choose could give the last dim a stride.
@@ -21,7 +21,6 @@ _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_
 _library = torch.library.Library("kvonce", "FRAGMENT")
 _library.define("attend" + _ARGUMENTS + " -> Tensor", tags=_TAGS)
 _library.define("attend.lse" + _ARGUMENTS + " -> (Tensor out, Tensor lse)", tags=_TAGS)
-
 
 _choices_of_threads: dict[int | None, _core.Choices] = {}
 

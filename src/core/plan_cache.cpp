@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -28,6 +29,8 @@ PlanCache::PlanCache(std::size_t max_plans) : max_plans_(max_plans) {
 
 std::shared_ptr<CachedPlan> PlanCache::find(Problem problem, const Device& device, const PlanOptions& options) {
   problem.max_kv_len = round_up(problem.max_kv_len);
+  std::list<Entry>
+      dropped;  // destroyed after the lock: an attachment may call the cache, or wait for a thread that does
   const std::lock_guard lock(mutex_);
   const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& kept) {
     return kept.problem == problem && kept.options == options && kept.device == device;
@@ -36,7 +39,7 @@ std::shared_ptr<CachedPlan> PlanCache::find(Problem problem, const Device& devic
     entries_.splice(entries_.begin(), entries_, entry);
   } else {
     entries_.push_front({problem, device, options, std::make_shared<CachedPlan>(make_plan(problem, device, options))});
-    if (entries_.size() > max_plans_) entries_.pop_back();
+    if (entries_.size() > max_plans_) dropped.splice(dropped.end(), entries_, std::prev(entries_.end()));
   }
   return entries_.front().found;
 }

@@ -288,6 +288,11 @@ static void test_attend_arguments(void) {
   CHECK_REFUSED(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,
                 "kv_lens");
   inputs = make_inputs(2);
+  CHECK(inputs.kv_len == -1);
+  inputs.kv_len = kKvLen + 1;
+  CHECK_REFUSED(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,
+                "kv_len");
+  inputs = make_inputs(2);
   inputs.alibi_slopes = slopes;
   CHECK_REFUSED(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,
                 "alibi_slopes");
@@ -305,6 +310,10 @@ static void test_attend_arguments(void) {
   CHECK_OK(kvonce_context_init(&context, sizeof context));
   CHECK_OK(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, &context));
   check_answers(2);
+  inputs.kv_lens = NULL;
+  inputs.kv_len = 0;
+  CHECK_OK(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, &context));
+  CHECK(out[0] == 0.0F);
   free(workspace);
   kvonce_plan_destroy(plan);
 }

@@ -118,6 +118,15 @@ TEST(PlanCacheTest, TheOneFoundLongestAgoIsDroppedWithItsAttachment) {
   EXPECT_EQ(cache.size(), 2U);
 }
 
+TEST(PlanCacheTest, ADroppedAttachmentMayCallTheCache) {
+  PlanCache cache(1);
+  std::size_t seen = 0;
+  cache.find(decode_problem(), device())->attachment =
+      std::shared_ptr<void>(&seen, [&cache, &seen](void*) { seen = cache.size(); });
+  (void)cache.find(decode_problem(2000), device());
+  EXPECT_EQ(seen, 1U);
+}
+
 TEST(PlanCacheTest, WhatIsRefusedIsNotKept) {
   PlanCache cache;
   for (const std::int64_t max_kv_len : {std::int64_t{-1}, std::int64_t{1} << 31}) {
