@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # What only a machine with a CUDA device can show; each part runs in under 8 minutes and leaves up to 8 files in the folder given.
-# usage: device_check.sh check|sanitize|bench|chain|peers|all [OUT]
+# usage: device_check.sh check|sanitize|bench|chain|peers|python|all [OUT]
 # OUT: default build/device-check. KVONCE_CUDA_BUILD=DIR takes a build that is there (tools/kvonce, tests/cuda/*; peers:
 # src/libkvonce.so, bench/libkvonce_neighbours.so); else build/release is built first, which needs nvcc 12.8 or newer.
-# all: every part, packed into OUT/device-check.tar.xz, as far as it came.
+# python needs a python3 with torch, Python.h (KVONCE_PYTHON_INCLUDE=DIR: its folder) and nanobind (KVONCE_PYTHON_SITE=DIR: a
+# folder of packages that has it), and builds the module in build/device-python; KVONCE_PYTHON_PACKAGE=DIR takes the folder that holds a built package `kvonce`.
+# KVONCE_PYTHON_TESTS: names, as for tests/python/run.py.
+# all: every part but python, packed into OUT/device-check.tar.xz, as far as it came.
 # peers needs a python3 with torch. KVONCE_PEERS_SITE=DIR is a folder of Python packages with FlashInfer and FlashAttention-3.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,19 +14,21 @@ part=${1:-}
 out=${2:-$root/build/device-check}
 
 case $part in
-  check | sanitize | bench | chain | peers | all) ;;
+  check | sanitize | bench | chain | peers | python | all) ;;
   *)
-    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers, all" >&2
+    echo "device_check: got '$part'; allowed: check, sanitize, bench, chain, peers, python, all" >&2
     exit 2
     ;;
 esac
 build=${KVONCE_CUDA_BUILD:-}
-if [[ -z $build ]]; then
+if [[ $part == python ]]; then
+  build=$root/build/device-python
+elif [[ -z $build ]]; then
   build=$root/build/release
   "$root/dev" build release >&2
 fi
 kvonce=$build/tools/kvonce
-[[ -x $kvonce ]] || { echo "device_check: no $kvonce; set KVONCE_CUDA_BUILD to a build's folder" >&2; exit 2; }
+[[ $part == python || -x $kvonce ]] || { echo "device_check: no $kvonce; set KVONCE_CUDA_BUILD to a build's folder" >&2; exit 2; }
 mkdir -p "$out"
 
 status=0
@@ -85,6 +90,19 @@ case $part in
     run peers-bf16.txt 210 "${peers[@]}" --seconds 180 "${read_arm[@]}" --out "$out/peers-bf16.json"
     run peers-chain-bf16.txt 170 "${peers[@]}" --seconds 145 --chain --lens 2048,8192,32768 --out "$out/peers-chain-bf16.json"
     grep -h "peer leads" "$out/peers-bf16.txt" "$out/peers-chain-bf16.txt" || true
+    ;;
+  python)
+    if [[ -n ${KVONCE_PYTHON_SITE:-} ]]; then export PYTHONPATH=$KVONCE_PYTHON_SITE${PYTHONPATH:+:$PYTHONPATH}; fi
+    package=${KVONCE_PYTHON_PACKAGE:-$build/python}
+    if [[ -z ${KVONCE_PYTHON_PACKAGE:-} ]]; then
+      cmake -S "$root" -B "$build" -D KVONCE_BUILD_PYTHON=ON -D KVONCE_BUILD_TOOLS=OFF -D KVONCE_BUILD_TESTS=OFF \
+        -D KVONCE_INSTALL=OFF -D KVONCE_CUDA=ON -D Python_EXECUTABLE="$(command -v python3)" \
+        ${KVONCE_PYTHON_INCLUDE:+-D Python_INCLUDE_DIR="$KVONCE_PYTHON_INCLUDE"} >"$out/configure.txt"
+      cmake --build "$build" -j "$(nproc)" --target kvonce_python >"$out/build.txt" || { tail -n 40 "$out/build.txt"; exit 1; }
+    fi
+    # shellcheck disable=SC2086 # one word per name
+    KVONCE_PYTHON_PACKAGE=$package PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH} run python.txt 480 python3 "$root/tests/python/run.py" \
+      --junit "$out/python.xml" ${KVONCE_PYTHON_TESTS:-}
     ;;
   all)
     parts=$(mktemp -d)

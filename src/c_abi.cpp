@@ -99,6 +99,7 @@ struct Versioned<kvonce_inputs> {
   static kvonce_inputs defaults() noexcept {
     kvonce_inputs inputs{};
     inputs.mask_token_stride = 1;
+    inputs.kv_len = -1;
     return inputs;
   }
 };
@@ -274,6 +275,7 @@ kvonce::Inputs to_inputs(const kvonce_inputs& c) {
   inputs.v_biases = c.v_biases;
   inputs.segments = reinterpret_cast<const kvonce::Segment*>(c.segments);
   inputs.num_segments = c.num_segments;
+  inputs.kv_len = c.kv_len;
   return inputs;
 }
 

@@ -55,6 +55,10 @@ std::vector<Device> devices() {
 
 Device default_device() { return cpu::default_device(); }
 Device cuda_device(int ordinal) { return cuda::device(ordinal); }
+std::uint64_t cuda_capture_id(void* stream, int ordinal) { return cuda::capture_id(stream, ordinal); }
+void cuda_retain_in_capture(void* stream, int ordinal, void (*release)(void*), void* object) {
+  cuda::retain_in_capture(stream, ordinal, release, object);
+}
 Device cpu_device(std::string_view target, int num_threads) { return cpu::device(target, num_threads); }
 
 }  // namespace kvonce

@@ -33,7 +33,8 @@ struct Inputs {
   TensorView k;  // [num_seqs, num_kv_heads, kv_len, head_dim_qk] of k_format; paged: [num_pages, ...], strides per page
   TensorView v;  // [num_seqs, num_kv_heads, kv_len, head_dim_v] of v_format
 
-  const std::int32_t* kv_lens = nullptr;    // [num_seqs] valid tokens, 0..max_kv_len; null: max_kv_len everywhere
+  std::int64_t kv_len = -1;  // tokens in k and v: every sequence's length, or with kv_lens the most; -1: max_kv_len
+  const std::int32_t* kv_lens = nullptr;    // [num_seqs] valid tokens, 0..kv_len; null: kv_len everywhere
   const std::int32_t* kv_starts = nullptr;  // [num_seqs] first visible token (left padding), 0..kv_len; null: 0
 
   const void* mask = nullptr;        // per Problem::mask; strides 0 broadcast
@@ -91,12 +92,12 @@ KVONCE_API void prepare_workspace(const Plan& plan, void* workspace, std::size_t
                                   const Context& context = {});
 
 /// CUDA: waits for the context's stream and throws Error{InvalidArgument} when, since the workspace was prepared, a
-/// device-resident kv_len was below 0 or above max_kv_len (it was clamped). Other backends check lengths in attend().
+/// device-resident length was below 0 or above Inputs::kv_len (it was clamped). Other backends check lengths in attend().
 KVONCE_API void check_workspace(const Plan& plan, void* workspace, std::size_t workspace_bytes,
                                 const Context& context = {});
 
 /// Runs the plan. Allocates nothing. CUDA: every pointer of inputs, outputs and the workspace is device memory, and the
-/// work is enqueued on the context's stream (null: the default stream) of the plan's device, which must be current; may
+/// work is enqueued on the context's stream (null: the default stream) of the plan's device, whichever is current; may
 /// be captured in a graph. kv_lens and kv_starts are read by the kernel: see check_workspace(). `workspace` is at least plan.workspace_bytes() long, at any alignment, and may be
 /// used by one call at a time. Throws Error{InvalidArgument} before anything is written.
 KVONCE_API void attend(const Plan& plan, const Inputs& inputs, const Outputs& outputs, void* workspace,

@@ -123,9 +123,9 @@ typedef struct kvonce_inputs {
   kvonce_tensor q;          /* [num_seqs, num_q_heads, q_len, head_dim_qk] of q_dtype */
   kvonce_tensor k;          /* [num_seqs, num_kv_heads, kv_len, head_dim_qk] of k_format; paged: [num_pages, ...] */
   kvonce_tensor v;          /* [num_seqs, num_kv_heads, kv_len, head_dim_v] of v_format */
-  const int32_t* kv_lens;   /* [num_seqs] valid tokens, 0..max_kv_len; NULL: max_kv_len everywhere */
+  const int32_t* kv_lens;   /* [num_seqs] valid tokens, 0..kv_len; NULL: kv_len everywhere */
   const int32_t* kv_starts; /* [num_seqs] first visible token (left padding), 0..kv_len; NULL: 0 */
-  /* the end of KVONCE_INPUTS_BASIC_SIZE; every field below defaults to 0 except mask_token_stride, 1 */
+  /* the end of KVONCE_INPUTS_BASIC_SIZE; every field below defaults to 0 except mask_token_stride, 1, and kv_len, -1 */
   const void* mask;
   int64_t mask_seq_stride; /* in elements; 0 broadcasts */
   int64_t mask_head_stride;
@@ -143,6 +143,7 @@ typedef struct kvonce_inputs {
   const void* v_biases;
   const kvonce_segment* segments; /* [num_segments] */
   int64_t num_segments;
+  int64_t kv_len; /* tokens in k and v: every sequence's length, or with kv_lens the most; -1: max_kv_len */
 } kvonce_inputs;
 #define KVONCE_INPUTS_BASIC_SIZE offsetof(kvonce_inputs, mask)
 

@@ -32,6 +32,8 @@ struct Device {
   bool fast_pair_dot = false;  // the processor multiplies bf16 pairs faster than it converts and multiplies float32
   double read_gbps = 0.0;      // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
   bool follows_prefetches = false;  // prefetches in address order start the streams that loads in that order do
+
+  [[nodiscard]] bool operator==(const Device&) const = default;
 };
 
 /// Every backend and target this library knows, best CPU target first; what cannot run here says why.
@@ -65,6 +67,8 @@ struct Policy {
   std::int64_t splits = 0;       // CUDA: blocks that share one KV stream
   std::int64_t cluster = -1;     // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
   std::int64_t join_blocks = 0;  // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster
+
+  [[nodiscard]] bool operator==(const Policy&) const = default;
 };
 
 /// "row_tile=4,chunk_tokens=2048" to a Policy. Throws Error{InvalidArgument} naming the key or value.
@@ -83,6 +87,8 @@ struct PlanOptions {
   /// CUDA: K/V of tokens before kv_len - q_len, kv_lens and kv_starts were complete before the preceding kernel started.
   /// attend() may then start under that kernel's tail, see cuda.cuh.
   bool earlier_kv_ready = false;
+
+  [[nodiscard]] bool operator==(const PlanOptions&) const = default;
 };
 
 /// What will run. Immutable; copies share one object; may be used by several threads at once with different workspaces.

@@ -46,6 +46,8 @@ struct Problem {
   [[nodiscard]] std::int64_t dim_v() const noexcept { return head_dim_v > 0 ? head_dim_v : head_dim_qk; }
   /// Rows that read one KV stream: group_size * q_len.
   [[nodiscard]] std::int64_t rows_per_stream() const noexcept { return group_size() * q_len; }
+
+  [[nodiscard]] bool operator==(const Problem&) const = default;
 };
 
 }  // namespace kvonce

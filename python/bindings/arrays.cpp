@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include "exchange.hpp"
 
 namespace kvonce::python {
 namespace {
 
-constexpr const char* kArrays = "a NumPy array, a torch tensor or another object with DLPack, in CPU memory";
+constexpr const char* kArrays = "a NumPy array, a torch tensor or another object with DLPack, in CPU or CUDA memory";
 
 std::string class_name_of(nb::handle object) {
   return nb::cast<std::string>(nb::str(nb::getattr(object.type(), "__name__")));
@@ -49,14 +50,15 @@ const char* numpy_name(DType dtype) {
   return dtype == DType::f32 ? "float32" : dtype == DType::f16 ? "float16" : "bfloat16";
 }
 
-std::string device_text(nb::handle object) {
+/// Where an object says that its memory is; nothing if it does not say.
+std::optional<Place> place_of(nb::handle object) {
   const nb::object method = nb::getattr(object, "__dlpack_device__", nb::none());
-  if (method.is_none()) return "";
+  if (method.is_none()) return {};
   try {
-    const int device = nb::cast<int>(nb::object(method())[nb::int_(0)]);
-    return device == nb::device::cpu::value ? "" : " in the memory of DLPack device type " + std::to_string(device);
+    const nb::object place = method();
+    return Place{nb::cast<int>(nb::int_(nb::object(place[0]))), nb::cast<int>(nb::int_(nb::object(place[1])))};
   } catch (const std::exception&) {
-    return "";  // the object's own trouble; its type is named anyway
+    return {};  // the object's own trouble; its type is named anyway
   }
 }
 
@@ -69,25 +71,54 @@ nb::object as_integers_if_bfloat16(nb::handle object) {
   return object.attr("view")("uint16");
 }
 
-template <typename Nd>
-bool to_ndarray(nb::handle object, Nd& array) {
-  return nb::try_cast<Nd>(object, array) && array.is_valid();
+/// torch's own export, which does not wait for streams. Takes a microsecond less than its __dlpack__.
+nb::object torch_capsule(nb::handle tensor) {
+  static const nb::object& to_dlpack = *new nb::object(nb::module_::import_("torch.utils.dlpack").attr("to_dlpack"));
+  try {
+    return to_dlpack(tensor);
+  } catch (const nb::python_error&) {
+    return {};
+  }
 }
 
-nb::ndarray<nb::ro> import_memory(nb::handle object, const char* name, bool writable) {
-  nb::ndarray<nb::ro> read_only;
-  nb::ndarray<> read_write;
-  const bool done = writable ? to_ndarray(object, read_write) : to_ndarray(object, read_only);
-  if (!done) {
-    const std::string allowed = std::string(kArrays) + (writable ? " that may be written" : "");
-    refuse(name, "an object of type " + class_name_of(object) + device_text(object), allowed);
+template <typename Nd>
+bool to_ndarray(nb::handle object, nb::ndarray<nb::ro>& memory) {
+  Nd array;
+  if (!nb::try_cast<Nd>(object, array) || !array.is_valid()) return false;
+  memory = nb::ndarray<nb::ro>(array);
+  return true;
+}
+
+/// Fills `array` but for dtype. False when the object is no array that DLPack or the buffer protocol exports.
+bool describe(nb::handle object, bool writable, Array& array) {
+  const bool numpy = is_numpy(object);
+  nb::dlpack::dltensor tensor;
+  if (!numpy && import_by_exchange_api(object, tensor) && (tensor.strides != nullptr || tensor.ndim == 0)) {
+    array.owner = nb::borrow(object);
+    array.type = tensor.dtype;
+    array.place = {tensor.device.device_type, tensor.device.device_id};
+    array.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+    array.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
+    array.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
+    return true;
   }
-  nb::ndarray<nb::ro> memory = writable ? nb::ndarray<nb::ro>(read_write) : read_only;
-  if (memory.device_type() != nb::device::cpu::value) {
-    refuse(name, "memory of DLPack device type " + std::to_string(memory.device_type()),
-           "CPU memory; for CUDA memory use the C++ API or the C ABI");
+  const nb::object integers = numpy ? as_integers_if_bfloat16(object) : nb::object();
+  const nb::object capsule = !numpy && is_torch(object) ? torch_capsule(object) : nb::object();
+  nb::handle exported = object;
+  if (integers.is_valid()) exported = integers;
+  if (capsule.is_valid()) exported = capsule;
+  nb::ndarray<nb::ro>& memory = array.memory;
+  if (!(writable ? to_ndarray<nb::ndarray<>>(exported, memory) : to_ndarray<nb::ndarray<nb::ro>>(exported, memory))) {
+    return false;
   }
-  return memory;
+  array.type = integers.is_valid() ? to_dlpack(DType::bf16) : memory.dtype();
+  array.place = {memory.device_type(), memory.device_id()};
+  array.data = const_cast<void*>(memory.data());  // written only when imported as writable
+  for (std::size_t i = 0; i < memory.ndim(); ++i) {
+    array.shape.push_back(static_cast<std::int64_t>(memory.shape(i)));
+    array.strides.push_back(memory.stride(i));
+  }
+  return true;
 }
 
 std::string dlpack_text(nb::dlpack::dtype dtype) {
@@ -105,19 +136,36 @@ void refuse_gradients(nb::handle object, const char* name) {
   }
 }
 
+void require_vector(const Array& array, const char* name, std::int64_t count) {
+  if (array.shape != std::vector<std::int64_t>{count}) {
+    refuse(name, "shape " + shape_text(array.shape), "[" + std::to_string(count) + "]");
+  }
+}
+
+Array import_device_vector(nb::handle object, const char* name, std::int64_t count, Place place,
+                           nb::dlpack::dtype type) {
+  const std::string allowed = "an array of " + dlpack_text(type) + " on " + to_string(place) + ", as q";
+  refuse_gradients(object, name);
+  Array array;
+  if (!describe(object, false, array)) refuse(name, "an object of type " + class_name_of(object), allowed);
+  require_place(array, name, place);
+  require_vector(array, name, count);
+  if (array.type != type) refuse(name, dlpack_text(array.type), allowed);
+  if (count > 1 && array.strides.front() != 1) {
+    refuse(name, "a stride of " + std::to_string(array.strides.front()), "1 (elements side by side)");
+  }
+  return array;
+}
+
 template <typename T, typename Convert>
 std::vector<T> import_numbers(nb::handle object, const char* name, std::int64_t count, const char* kinds,
                               const Convert& convert) {
   refuse_gradients(object, name);
   std::vector<T> values;
-  nb::ndarray<nb::ro> array;
-  if (to_ndarray(object, array)) {
-    if (array.device_type() != nb::device::cpu::value) refuse(name, "memory of another device", "CPU memory");
-    if (array.ndim() != 1 || static_cast<std::int64_t>(array.shape(0)) != count) {
-      std::vector<std::int64_t> shape;
-      for (std::size_t i = 0; i < array.ndim(); ++i) shape.push_back(static_cast<std::int64_t>(array.shape(i)));
-      refuse(name, "shape " + shape_text(shape), "[" + std::to_string(count) + "]");
-    }
+  Array array;
+  if (describe(object, false, array)) {
+    require_place(array, name, Place());
+    require_vector(array, name, count);
     for (std::int64_t i = 0; i < count; ++i) values.push_back(convert(array, i));
     return values;
   }
@@ -137,9 +185,12 @@ std::vector<T> import_numbers(nb::handle object, const char* name, std::int64_t 
   return values;
 }
 
+/// Kept for good: Python's objects must not be destroyed after Python.
+const nb::object* torch_dtype(const char* name) { return new nb::object(nb::module_::import_("torch").attr(name)); }
+
 template <typename T>
-T element(const nb::ndarray<nb::ro>& array, std::int64_t i) {
-  return static_cast<const T*>(array.data())[i * array.stride(0)];
+T element(const Array& array, std::int64_t i) {
+  return static_cast<const T*>(array.data)[i * array.strides.front()];
 }
 
 }  // namespace
@@ -154,34 +205,40 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
   return text + "]";
 }
 
+std::string to_string(Place place) {
+  if (place.is_cpu()) return "cpu";
+  if (place.is_cuda()) return "cuda:" + std::to_string(place.ordinal);
+  return "DLPack device type " + std::to_string(place.type);
+}
+
+bool is_foreign_cuda(nb::handle object) {
+  if (is_numpy(object) || is_torch(object)) return false;
+  const std::optional<Place> place = place_of(object);
+  return place && place->is_cuda();
+}
+
+void require_place(const Array& array, const char* name, Place place) {
+  if (array.place != place) refuse(name, "memory of " + to_string(array.place), to_string(place));
+}
+
 Array import_array(nb::handle object, const char* name, bool writable) {
   refuse_gradients(object, name);
   Array array;
-  nb::dlpack::dtype dtype;
-  nb::dlpack::dltensor tensor;
-  if (!is_numpy(object) && import_by_exchange_api(object, tensor) &&
-      tensor.device.device_type == nb::device::cpu::value && (tensor.strides != nullptr || tensor.ndim == 0)) {
-    array.owner = nb::borrow(object);
-    dtype = tensor.dtype;
-    array.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-    array.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
-    array.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
-  } else {
-    const nb::object integers = as_integers_if_bfloat16(object);
-    array.memory = import_memory(integers.is_valid() ? nb::handle(integers) : object, name, writable);
-    dtype = integers.is_valid() ? to_dlpack(DType::bf16) : array.memory.dtype();
-    array.data = const_cast<void*>(array.memory.data());  // written only when imported as writable
-    for (std::size_t i = 0; i < array.memory.ndim(); ++i) {
-      array.shape.push_back(static_cast<std::int64_t>(array.memory.shape(i)));
-      array.strides.push_back(array.memory.stride(i));
-    }
+  if (!describe(object, writable, array)) {
+    const std::optional<Place> place = place_of(object);
+    refuse(name,
+           "an object of type " + class_name_of(object) + (place && !place->is_cpu() ? " on " + to_string(*place) : ""),
+           std::string(kArrays) + (writable ? " that may be written" : ""));
   }
-  if (dtype == to_dlpack(DType::bf16)) {
+  if (!array.place.is_cpu() && !array.place.is_cuda()) {
+    refuse(name, "memory of " + to_string(array.place), "CPU or CUDA memory");
+  }
+  if (array.type == to_dlpack(DType::bf16)) {
     array.dtype = DType::bf16;
-  } else if (dtype == to_dlpack(DType::f16)) {
+  } else if (array.type == to_dlpack(DType::f16)) {
     array.dtype = DType::f16;
-  } else if (dtype != to_dlpack(DType::f32)) {
-    refuse(name, dlpack_text(dtype), "float32, float16, bfloat16");
+  } else if (array.type != to_dlpack(DType::f32)) {
+    refuse(name, dlpack_text(array.type), "float32, float16, bfloat16");
   }
   const std::uintptr_t element_bytes = array.dtype == DType::f32 ? 4 : 2;
   if (reinterpret_cast<std::uintptr_t>(array.data) % element_bytes != 0) {
@@ -220,8 +277,10 @@ Result make_result(nb::handle like, DType dtype, const std::vector<std::int64_t>
     return result;
   }
   if (is_torch(like)) {
-    const nb::module_ torch = nb::module_::import_("torch");
-    result.object = torch.attr("empty")(sizes, nb::arg("dtype") = torch.attr(name));
+    static const nb::object* const dtypes[] = {torch_dtype("float32"), torch_dtype("float16"), torch_dtype("bfloat16")};
+    const nb::object& wanted = *dtypes[static_cast<std::size_t>(dtype)];
+    const nb::object new_empty = like.attr("new_empty");
+    result.object = like.attr("dtype").is(wanted) ? new_empty(sizes) : new_empty(sizes, nb::arg("dtype") = wanted);
     result.array = import_array(result.object, "out", true);
     return result;
   }
@@ -242,12 +301,20 @@ Result make_result(nb::handle like, DType dtype, const std::vector<std::int64_t>
   return result;
 }
 
+Array import_device_lengths(nb::handle object, const char* name, std::int64_t count, Place place) {
+  return import_device_vector(object, name, count, place, nb::dtype<std::int32_t>());
+}
+
+Array import_device_floats(nb::handle object, const char* name, std::int64_t count, Place place) {
+  return import_device_vector(object, name, count, place, nb::dtype<float>());
+}
+
 std::vector<std::int32_t> import_lengths(nb::handle object, const char* name, std::int64_t count) {
   constexpr const char* kKinds = "int32 or int64 values";
   return import_numbers<std::int32_t>(
-      object, name, count, kKinds, [&](const nb::ndarray<nb::ro>& array, std::int64_t i) -> std::int32_t {
-        if (array.dtype() == nb::dtype<std::int32_t>()) return element<std::int32_t>(array, i);
-        if (array.dtype() != nb::dtype<std::int64_t>()) refuse(name, dlpack_text(array.dtype()), kKinds);
+      object, name, count, kKinds, [&](const Array& array, std::int64_t i) -> std::int32_t {
+        if (array.type == nb::dtype<std::int32_t>()) return element<std::int32_t>(array, i);
+        if (array.type != nb::dtype<std::int64_t>()) refuse(name, dlpack_text(array.type), kKinds);
         const auto value = element<std::int64_t>(array, i);
         if (value < std::numeric_limits<std::int32_t>::min() || value > std::numeric_limits<std::int32_t>::max()) {
           refuse(std::string(name) + "[" + std::to_string(i) + "]", std::to_string(value), "values of 32 bits");
@@ -258,9 +325,9 @@ std::vector<std::int32_t> import_lengths(nb::handle object, const char* name, st
 
 std::vector<float> import_floats(nb::handle object, const char* name, std::int64_t count) {
   constexpr const char* kKinds = "float32 or float64 values";
-  return import_numbers<float>(object, name, count, kKinds, [&](const nb::ndarray<nb::ro>& array, std::int64_t i) {
-    if (array.dtype() == nb::dtype<float>()) return element<float>(array, i);
-    if (array.dtype() != nb::dtype<double>()) refuse(name, dlpack_text(array.dtype()), kKinds);
+  return import_numbers<float>(object, name, count, kKinds, [&](const Array& array, std::int64_t i) {
+    if (array.type == nb::dtype<float>()) return element<float>(array, i);
+    if (array.type != nb::dtype<double>()) refuse(name, dlpack_text(array.type), kKinds);
     return static_cast<float>(element<double>(array, i));
   });
 }

@@ -21,25 +21,45 @@ namespace nb = nanobind;
 /// "[1, 8, 1, 128]".
 std::string shape_text(const std::vector<std::int64_t>& shape);
 
-/// An array in CPU memory, kept alive while this exists.
+/// Where memory is, in DLPack's numbers.
+struct Place {
+  int type = nb::device::cpu::value;
+  int ordinal = 0;
+
+  [[nodiscard]] bool is_cpu() const noexcept { return type == nb::device::cpu::value; }
+  [[nodiscard]] bool is_cuda() const noexcept { return type == nb::device::cuda::value; }
+  bool operator==(const Place&) const = default;
+};
+std::string to_string(Place place);  // "cpu", "cuda:0"
+
+/// An array, kept alive while this exists.
 struct Array {
   nb::ndarray<nb::ro> memory;  // keeps the memory, or invalid:
   nb::object owner;            // the array itself does, which DLPack's C exchange API described
   void* data = nullptr;
-  DType dtype = DType::f32;
+  nb::dlpack::dtype type{};
+  DType dtype = DType::f32;  // the same, where it is one of these
+  Place place;
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;  // in elements
 };
 
-/// An f32, f16 or bf16 array. `writable`: it will be written. Throws Error{InvalidArgument} for everything that is not
-/// one, for memory of another device, for tensors with requires_grad, and when elements are not aligned.
+/// Whether the memory is a CUDA device's and the array neither torch's nor NumPy's.
+bool is_foreign_cuda(nb::handle object);
+
+/// An f32, f16 or bf16 array in CPU or CUDA memory. `writable`: it will be written. Throws Error{InvalidArgument} for
+/// everything that is not one, for tensors with requires_grad, and when elements are not aligned. Nothing waits for
+/// work on a CUDA device.
 Array import_array(nb::handle object, const char* name, bool writable = false);
+
+/// Refuses memory elsewhere.
+void require_place(const Array& array, const char* name, Place place);
 
 /// Refuses a last dim whose elements are not neighbours.
 void require_unit_last_stride(const Array& array, const char* name);
 
-/// An array of the same kind as `like` (NumPy, torch; otherwise that of its array namespace, or a plain DLPack object),
-/// not initialised. `array` is its memory; `finish` makes it what the caller gets.
+/// An array of the same kind as `like` (NumPy, torch on its device; otherwise that of its array namespace, or a plain
+/// DLPack object), not initialised. `array` is its memory; `finish` makes it what the caller gets.
 struct Result {
   Array array;
   nb::object object;
@@ -49,10 +69,15 @@ struct Result {
 };
 Result make_result(nb::handle like, DType dtype, const std::vector<std::int64_t>& shape);
 
-/// int32 or int64 array [count] or a sequence of ints, copied. Values outside int32 are refused.
+/// A contiguous int32 array [count] in that CUDA memory.
+Array import_device_lengths(nb::handle object, const char* name, std::int64_t count, Place place);
+/// The same of float32.
+Array import_device_floats(nb::handle object, const char* name, std::int64_t count, Place place);
+
+/// int32 or int64 array [count] in CPU memory or a sequence of ints, copied. Values outside int32 are refused.
 std::vector<std::int32_t> import_lengths(nb::handle object, const char* name, std::int64_t count);
 
-/// float32 or float64 array [count] or a sequence of floats, copied.
+/// float32 or float64 array [count] in CPU memory or a sequence of floats, copied.
 std::vector<float> import_floats(nb::handle object, const char* name, std::int64_t count);
 
 }  // namespace kvonce::python

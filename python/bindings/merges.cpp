@@ -48,6 +48,7 @@ Parts import_parts(nb::handle object, const char* name) {
   Parts parts;
   if (!nb::isinstance<nb::list>(object) && !nb::isinstance<nb::tuple>(object)) {
     parts.whole = import_array(object, name);
+    require_place(parts.whole, name, Place());
     require_f32(parts.whole, name);
     if (parts.whole.shape.empty()) refuse(name, "shape []", "[num_parts, ...]");
     parts.first = nb::borrow(object);
@@ -64,6 +65,7 @@ Parts import_parts(nb::handle object, const char* name) {
   for (const nb::handle item : object) {
     const std::string item_name = std::string(name) + "[" + std::to_string(parts.num_parts) + "]";
     const Array part = import_array(item, item_name.c_str());
+    require_place(part, item_name.c_str(), Place());
     require_f32(part, item_name.c_str());
     if (parts.num_parts++ == 0) {
       parts.first = nb::borrow(item);

@@ -1,6 +1,7 @@
 // kvonce._core: what kvonce/__init__.py calls, which has the docstrings. Arguments are positional but for Plan.attend.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -17,8 +18,11 @@ constexpr const char* kPlanAttend = R"(Runs the plan. Shapes, units and errors a
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk] of the plan.
     k, v: [num_seqs, num_kv_heads, kv_len, ...]; kv_len is anything up to max_kv_len, or more with kv_lens.
+    Arrays are in the memory of the plan's device.
 
-Threads may call this at once: each call has a workspace of its own, kept for later calls.)";
+Threads may call this at once: each call has a workspace of its own, kept for later calls. On a CUDA device a stream has
+one, and a graph that captures the call has one until it is destroyed; call once before the capture, so that the
+workspace is made and prepared outside of the graph.)";
 
 PyObject* exception_of(ErrorCode code) {
   switch (code) {
@@ -35,10 +39,24 @@ void require_4d(const Array& array, const char* name, const char* allowed) {
   if (array.shape.size() != 4) refuse(name, "shape " + shape_text(array.shape), allowed);
 }
 
-nb::object attend(nb::handle q, nb::handle k, nb::handle v, std::optional<float> scale, bool causal,
-                  std::optional<std::int64_t> window, float softcap, nb::handle sinks, nb::handle kv_lens,
-                  nb::handle kv_starts, bool v_is_k_prefix, nb::handle out, const Text& out_dtype, bool return_lse,
-                  const Choices& choices) {
+/// The options of kvonce.attend that are neither tensors nor choices.
+struct AttendOptions {
+  std::optional<float> scale;
+  bool causal;
+  std::optional<std::int64_t> window;
+  float softcap;
+  bool v_is_k_prefix;
+  Text out_dtype;
+};
+
+nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions& options, const Choices& choices,
+                  const CallArguments& arguments) {
+  if (is_foreign_cuda(q)) {
+    const auto on_tensors = [&](nb::handle q2, nb::handle k2, nb::handle v2, const CallArguments& given) {
+      return attend(q2, k2, v2, options, choices, given);
+    };
+    return attend_through_torch(on_tensors, q, k, v, arguments);
+  }
   const Array q_array = import_array(q, "q");
   const Array k_array = import_array(k, "k");
   const Array v_array = import_array(v, "v");
@@ -58,26 +76,32 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, std::optional<float>
   problem.k_format = static_cast<KvFormat>(k_array.dtype);  // they agree in order
   problem.v_format = static_cast<KvFormat>(v_array.dtype);
   problem.out_dtype = q_array.dtype;
-  if (out_dtype) {
-    problem.out_dtype = parse_dtype(*out_dtype, "out_dtype");
-  } else if (!out.is_none()) {
-    problem.out_dtype = import_array(out, "out", true).dtype;
+  if (options.out_dtype) {
+    problem.out_dtype = parse_dtype(*options.out_dtype, "out_dtype");
+  } else if (!arguments.out.is_none()) {
+    problem.out_dtype = import_array(arguments.out, "out", true).dtype;
   }
-  problem.scale = scale;
-  problem.causal = causal;
-  problem.window = window.value_or(0);
-  problem.softcap = softcap;
-  problem.has_sinks = !sinks.is_none();
-  problem.v_is_k_prefix = v_is_k_prefix;
-  const std::shared_ptr<BoundPlan> plan = find_plan(problem, choices);
-  return plan->run(q, q_array, k_array, v_array, kv_lens, kv_starts, sinks, out, return_lse);
+  problem.scale = options.scale;
+  problem.causal = options.causal;
+  problem.window = options.window.value_or(0);
+  problem.softcap = options.softcap;
+  problem.has_sinks = !arguments.sinks.is_none();
+  problem.v_is_k_prefix = options.v_is_k_prefix;
+  const std::shared_ptr<BoundPlan> plan = find_plan(problem, q_array.place, choices);
+  return plan->run(q, q_array, k_array, v_array, arguments);
 }
 
 void bind_plan(nb::module_& module) {
   nb::class_<BoundPlan>(module, "Plan", "What will run, decided once. Made by kvonce.plan().")
-      .def("attend", &BoundPlan::attend, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::kw_only(),
-           nb::arg("kv_lens") = nb::none(), nb::arg("kv_starts") = nb::none(), nb::arg("sinks") = nb::none(),
-           nb::arg("out") = nb::none(), nb::arg("return_lse") = false, kPlanAttend)
+      .def(
+          "attend",
+          [](BoundPlan& self, nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
+             nb::handle sinks, nb::handle out, bool return_lse, std::optional<std::uintptr_t> stream) {
+            return self.attend(q, k, v, {kv_lens, kv_starts, sinks, out, return_lse, stream});
+          },
+          nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::kw_only(), nb::arg("kv_lens") = nb::none(),
+          nb::arg("kv_starts") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("out") = nb::none(),
+          nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), kPlanAttend)
       .def(
           "explain", [](const BoundPlan& self) { return self.plan().explain(); },
           "Several lines: kernel, read factor, chunks, workspace, predicted bytes and time, rejected kernels.")
@@ -95,6 +119,8 @@ void bind_plan(nb::module_& module) {
       .def_prop_ro(
           "policy", [](const BoundPlan& self) { return to_string(self.plan().policy()); },
           "Every tunable as decided, as \"row_tile=4,...\".")
+      .def_prop_ro(
+          "device", [](const BoundPlan& self) { return to_string(self.place()); }, "\"cpu\", \"cuda:0\", ...")
       .def_prop_ro("target", [](const BoundPlan& self) { return self.plan().device().target; })
       .def_prop_ro("num_threads", [](const BoundPlan& self) { return self.plan().device().num_threads; })
       .def("__repr__",
@@ -125,6 +151,7 @@ NB_MODULE(_core, module) {
   using kvonce::python::Choices;
   using kvonce::python::Text;
 
+  nb::set_leak_warnings(false);  // torch keeps an operator's functions, and what they hold, until the process ends
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);
@@ -145,37 +172,45 @@ NB_MODULE(_core, module) {
   kvonce::python::bind_device(module);
   module.def("version", &kvonce::version);
   module.def("devices", &kvonce::devices);
-  module.def("attend", &kvonce::python::attend, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
-             nb::arg("scale"), nb::arg("causal"), nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(),
-             nb::arg("kv_lens").none(), nb::arg("kv_starts").none(), nb::arg("v_is_k_prefix"), nb::arg("out").none(),
-             nb::arg("out_dtype"), nb::arg("return_lse"), nb::arg("choices"));
-  module.def("merge", &kvonce::python::merge, nb::arg("outs").none(), nb::arg("lses").none());
+  module.def("released_captures", &kvonce::python::released_captures);
   module.def(
-      "plan",
-      [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
-         std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v, const std::string& q_dtype,
-         const Text& k_format, const Text& v_format, const Text& out_dtype, std::optional<float> scale, bool causal,
-         std::optional<std::int64_t> window, float softcap, bool has_sinks, bool v_is_k_prefix,
-         const Choices& choices) {
-        kvonce::Problem problem;
-        problem.num_seqs = num_seqs;
-        problem.q_len = q_len;
-        problem.num_q_heads = num_q_heads;
-        problem.num_kv_heads = num_kv_heads;
-        problem.head_dim_qk = head_dim_qk;
-        problem.head_dim_v = head_dim_v.value_or(0);
-        problem.max_kv_len = max_kv_len;
-        problem.q_dtype = kvonce::python::parse_dtype(q_dtype, "q_dtype");
-        problem.k_format = kvonce::python::parse_format(k_format.value_or(q_dtype), "k_format");
-        problem.v_format = v_format ? kvonce::python::parse_format(*v_format, "v_format") : problem.k_format;
-        problem.out_dtype = kvonce::python::parse_dtype(out_dtype.value_or(q_dtype), "out_dtype");
-        problem.scale = scale;
-        problem.causal = causal;
-        problem.window = window.value_or(0);
-        problem.softcap = softcap;
-        problem.has_sinks = has_sinks;
-        problem.v_is_k_prefix = v_is_k_prefix;
-        return new kvonce::python::BoundPlan(problem, choices);
+      "attend",
+      [](nb::handle q, nb::handle k, nb::handle v, std::optional<float> scale, bool causal,
+         std::optional<std::int64_t> window, float softcap, nb::handle sinks, nb::handle kv_lens, nb::handle kv_starts,
+         bool v_is_k_prefix, nb::handle out, const Text& out_dtype, bool return_lse,
+         std::optional<std::uintptr_t> stream, const Choices& choices) {
+        return kvonce::python::attend(q, k, v, {scale, causal, window, softcap, v_is_k_prefix, out_dtype}, choices,
+                                      {kv_lens, kv_starts, sinks, out, return_lse, stream});
       },
-      nb::rv_policy::take_ownership);
+      nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("scale"), nb::arg("causal"),
+      nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("kv_lens").none(),
+      nb::arg("kv_starts").none(), nb::arg("v_is_k_prefix"), nb::arg("out").none(), nb::arg("out_dtype"),
+      nb::arg("return_lse"), nb::arg("stream"), nb::arg("choices"));
+  module.def("merge", &kvonce::python::merge, nb::arg("outs").none(), nb::arg("lses").none());
+  module.def("plan",
+             [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
+                std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v,
+                const std::string& q_dtype, const Text& k_format, const Text& v_format, const Text& out_dtype,
+                std::optional<float> scale, bool causal, std::optional<std::int64_t> window, float softcap,
+                bool has_sinks, bool v_is_k_prefix, const std::string& device, const Choices& choices) {
+               kvonce::Problem problem;
+               problem.num_seqs = num_seqs;
+               problem.q_len = q_len;
+               problem.num_q_heads = num_q_heads;
+               problem.num_kv_heads = num_kv_heads;
+               problem.head_dim_qk = head_dim_qk;
+               problem.head_dim_v = head_dim_v.value_or(0);
+               problem.max_kv_len = max_kv_len;
+               problem.q_dtype = kvonce::python::parse_dtype(q_dtype, "q_dtype");
+               problem.k_format = kvonce::python::parse_format(k_format.value_or(q_dtype), "k_format");
+               problem.v_format = v_format ? kvonce::python::parse_format(*v_format, "v_format") : problem.k_format;
+               problem.out_dtype = kvonce::python::parse_dtype(out_dtype.value_or(q_dtype), "out_dtype");
+               problem.scale = scale;
+               problem.causal = causal;
+               problem.window = window.value_or(0);
+               problem.softcap = softcap;
+               problem.has_sinks = has_sinks;
+               problem.v_is_k_prefix = v_is_k_prefix;
+               return kvonce::python::make_bound_plan(problem, kvonce::python::parse_place(device), choices);
+             });
 }

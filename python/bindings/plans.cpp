@@ -1,11 +1,7 @@
 #include "plans.hpp"
 
 #include <algorithm>
-#include <bit>
-#include <cstdlib>
-#include <limits>
-#include <list>
-#include <type_traits>
+#include <charconv>
 #include <utility>
 
 namespace kvonce::python {
@@ -16,63 +12,33 @@ constexpr std::pair<std::string_view, DType> kDtypes[] = {
     {"f32", DType::f32},     {"f16", DType::f16},     {"bf16", DType::bf16},
 };
 
-Plan make(const Problem& problem, const Choices& choices) {
+Device choose_device(Place place, const Choices& choices) {
+  if (place.is_cuda()) {
+    const std::string none = "None on " + to_string(place);
+    if (choices.target) refuse("target", "'" + *choices.target + "'", none);
+    if (choices.threads) refuse("threads", std::to_string(*choices.threads), none);
+    return cuda_device(place.ordinal);
+  }
   const int threads = choices.threads.value_or(0);
-  Device device;
-  if (choices.target) {
-    device = cpu_device(*choices.target, threads);
-  } else {
-    device = default_device();
-    if (threads != 0) device = cpu_device(device.target, threads);
-  }
-  PlanOptions options;
-  options.chunk_tokens = choices.chunk_tokens.value_or(0);
-  if (choices.policy && choices.policy->find('=') != std::string::npos) {
-    options.policy = parse_policy(*choices.policy);
-  } else if (choices.policy) {
-    options.policy_file = std::make_shared<const PolicyFile>(load_policy_file(*choices.policy));
-  }
-  return make_plan(problem, device, options);
+  if (choices.target) return cpu_device(*choices.target, threads);
+  const Device device = default_device();
+  return threads == 0 ? device : cpu_device(device.target, threads);
 }
 
-/// Everything that decides a plan, as bytes that are equal for equal values.
-class Key {
- public:
-  template <typename T>
-  Key& add(const T& value) {
-    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>);
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
-    return *this;
-  }
-  template <typename T>
-  Key& add(const std::optional<T>& value) {
-    add(value.has_value());
-    return value ? add(*value) : *this;
-  }
-  Key& add(const std::string& text) {
-    add(text.size());
-    bytes_ += text;
-    return *this;
-  }
-  Key& add_environment(const char* name) {
-    const char* text = std::getenv(name);
-    return add(text == nullptr ? std::optional<std::string>() : std::optional<std::string>(text));
-  }
-  [[nodiscard]] const std::string& bytes() const noexcept { return bytes_; }
+/// Whether the policy is the path of a file, which may be another at each call.
+bool has_policy_file(const Choices& choices) {
+  return choices.policy && choices.policy->find('=') == std::string::npos;
+}
 
- private:
-  std::string bytes_;
-};
-
-Key key_of(const Problem& p, const Choices& choices) {
-  Key key;
-  key.add(p.num_seqs).add(p.q_len).add(p.num_q_heads).add(p.num_kv_heads).add(p.head_dim_qk).add(p.head_dim_v);
-  key.add(p.max_kv_len).add(p.q_dtype).add(p.out_dtype).add(p.k_format).add(p.v_format).add(p.v_is_k_prefix);
-  key.add(p.scale).add(p.causal).add(p.window).add(p.softcap).add(p.has_sinks);
-  key.add(choices.chunk_tokens).add(choices.threads).add(choices.target).add(choices.policy);
-  if (!choices.target) key.add_environment("KVONCE_CPU_TARGET");
-  if (!choices.threads) key.add_environment("KVONCE_NUM_THREADS");
-  return key;
+PlanOptions choose_options(const Choices& choices) {
+  PlanOptions options;
+  options.chunk_tokens = choices.chunk_tokens.value_or(0);
+  if (has_policy_file(choices)) {
+    options.policy_file = std::make_shared<const PolicyFile>(load_policy_file(*choices.policy));
+  } else if (choices.policy) {
+    options.policy = parse_policy(*choices.policy);
+  }
+  return options;
 }
 
 void require_shape(const Array& array, const char* name, const std::vector<std::int64_t>& allowed) {
@@ -85,6 +51,81 @@ void require_dtype(const Array& array, const char* name, std::string_view allowe
 }
 
 TensorView view(const Array& array) { return {array.data, array.strides[0], array.strides[1], array.strides[2]}; }
+
+/// Lengths, starts and sinks of a call: copies on the CPU, the caller's own memory on a CUDA device.
+class Vectors {
+ public:
+  Vectors(const Problem& problem, Place place, const CallArguments& given, Inputs& inputs) {
+    const auto take = [&](nb::handle object, const char* name, std::int64_t count, auto import_host, auto import_device,
+                          auto& host, Array& device) {
+      if (object.is_none()) return;
+      if (place.is_cpu()) {
+        host = import_host(object, name, count);
+      } else {
+        device = import_device(object, name, count, place);
+      }
+    };
+    take(given.kv_lens, "kv_lens", problem.num_seqs, import_lengths, import_device_lengths, lens_, device_lens_);
+    take(given.kv_starts, "kv_starts", problem.num_seqs, import_lengths, import_device_lengths, starts_,
+         device_starts_);
+    take(given.sinks, "sinks", problem.num_q_heads, import_floats, import_device_floats, sinks_, device_sinks_);
+    inputs.kv_lens = pointer(lens_, device_lens_);
+    inputs.kv_starts = pointer(starts_, device_starts_);
+    inputs.sinks = pointer(sinks_, device_sinks_);
+  }
+
+ private:
+  template <typename T>
+  static const T* pointer(const std::vector<T>& host, const Array& device) {
+    return host.empty() ? static_cast<const T*>(device.data) : host.data();
+  }
+
+  std::vector<std::int32_t> lens_;
+  std::vector<std::int32_t> starts_;
+  std::vector<float> sinks_;
+  Array device_lens_;
+  Array device_starts_;
+  Array device_sinks_;
+};
+
+/// What the driver's thread tells of graphs that are gone.
+struct Released {
+  std::mutex mutex;
+  std::vector<std::uintptr_t> tokens;
+};
+
+Released& released_tokens() {
+  static Released& released = *new Released();  // never destroyed: the driver may call after static destruction
+  return released;
+}
+
+void on_release(void* token) {
+  Released& released = released_tokens();
+  const std::lock_guard lock(released.mutex);
+  released.tokens.push_back(reinterpret_cast<std::uintptr_t>(token));
+}
+
+nb::object make_device_workspaces(const Plan& plan) {
+  const nb::module_ workspaces = nb::module_::import_("kvonce._workspaces");
+  const int ordinal = plan.device().ordinal;
+  const nb::object allocate =
+      nb::module_::import_("functools").attr("partial")(workspaces.attr("allocate"), plan.workspace_bytes(), ordinal);
+  const nb::object prepare = nb::cpp_function([plan](std::uintptr_t address, std::uintptr_t stream) {
+    Context context;
+    context.cuda_stream = reinterpret_cast<void*>(stream);
+    prepare_workspace(plan, reinterpret_cast<void*>(address), plan.workspace_bytes(), context);
+  });
+  const nb::object retain = nb::cpp_function([ordinal](std::uintptr_t stream, std::uintptr_t token) {
+    cuda_retain_in_capture(reinterpret_cast<void*>(stream), ordinal, on_release, reinterpret_cast<void*>(token));
+  });
+  return workspaces.attr("Workspaces")(allocate, prepare, retain);
+}
+
+std::uintptr_t current_torch_stream(int ordinal) {
+  static const nb::object& get =
+      *new nb::object(nb::module_::import_("torch").attr("_C").attr("_cuda_getCurrentRawStream"));
+  return nb::cast<std::uintptr_t>(get(ordinal));
+}
 
 /// Rows that share elements would be written twice.
 void require_apart(const Array& out) {
@@ -113,32 +154,58 @@ KvFormat parse_format(std::string_view name, const char* argument) {
   return static_cast<KvFormat>(parse_dtype(name, argument));  // they agree in order
 }
 
-std::shared_ptr<BoundPlan> find_plan(Problem problem, const Choices& choices) {
-  constexpr std::size_t kMaxPlans = 64;
-  static std::list<std::pair<std::string, std::shared_ptr<BoundPlan>>> plans;  // the latest first; the GIL guards it
-  if (problem.max_kv_len > 0) {
-    const auto step = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(problem.max_kv_len)) / 8);
-    const std::int64_t round = std::max<std::int64_t>(step, 1);
-    problem.max_kv_len =
-        std::max(problem.max_kv_len, std::min<std::int64_t>((problem.max_kv_len + round - 1) / round * round,
-                                                            std::numeric_limits<std::int32_t>::max()));
+Place parse_place(std::string_view name) {
+  if (name == "cpu") return {};
+  Place place{nb::device::cuda::value, 0};
+  if (name == "cuda") return place;
+  const std::string_view number = name.substr(std::min<std::size_t>(5, name.size()));
+  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), place.ordinal);
+  if (!name.starts_with("cuda:") || error != std::errc() || end != number.data() + number.size() || place.ordinal < 0) {
+    refuse("device", "'" + std::string(name) + "'", "cpu, cuda, cuda:0, cuda:1, ...");
   }
-  if (choices.policy && choices.policy->find('=') == std::string::npos) {  // a file may change
-    return std::make_shared<BoundPlan>(problem, choices);
-  }
-  const Key key = key_of(problem, choices);
-  const auto found =
-      std::find_if(plans.begin(), plans.end(), [&](const auto& plan) { return plan.first == key.bytes(); });
-  if (found != plans.end()) {
-    plans.splice(plans.begin(), plans, found);
-  } else {
-    plans.emplace_front(key.bytes(), std::make_shared<BoundPlan>(problem, choices));
-    if (plans.size() > kMaxPlans) plans.pop_back();
-  }
-  return plans.front().second;
+  return place;
 }
 
-BoundPlan::BoundPlan(const Problem& problem, const Choices& choices) : plan_(make(problem, choices)) {}
+std::shared_ptr<BoundPlan> make_bound_plan(const Problem& problem, Place place, const Choices& choices) {
+  return std::make_shared<BoundPlan>(make_plan(problem, choose_device(place, choices), choose_options(choices)));
+}
+
+std::shared_ptr<BoundPlan> find_plan(const Problem& problem, Place place, const Choices& choices) {
+  if (has_policy_file(choices)) return make_bound_plan(problem, place, choices);
+  static PlanCache& cache = *new PlanCache();  // never destroyed: Python's objects must not outlive Python
+  const std::shared_ptr<CachedPlan> cached =
+      cache.find(problem, choose_device(place, choices), choose_options(choices));
+  if (cached->attachment == nullptr)
+    cached->attachment = std::make_shared<BoundPlan>(cached->plan);  // the GIL guards it
+  return std::static_pointer_cast<BoundPlan>(cached->attachment);
+}
+
+nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k, nb::handle v,
+                                const CallArguments& a) {
+  const nb::object attend_tensors = nb::cpp_function(
+      [&attend, return_lse = a.return_lse](nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens,
+                                           nb::handle kv_starts, nb::handle sinks, nb::handle out,
+                                           std::uintptr_t stream) {
+        return attend(q2, k2, v2, {kv_lens, kv_starts, sinks, out, return_lse, stream});
+      },
+      nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("kv_lens").none(), nb::arg("kv_starts").none(),
+      nb::arg("sinks").none(), nb::arg("out").none(), nb::arg("stream"));
+  const nb::object stream = a.stream ? nb::object(nb::int_(*a.stream)) : nb::none();
+  return nb::module_::import_("kvonce._workspaces")
+      .attr("through_torch")(attend_tensors, nb::make_tuple(q, k, v, a.kv_lens, a.kv_starts, a.sinks), a.out,
+                             a.return_lse, stream);
+}
+
+std::vector<std::uintptr_t> released_captures() {
+  Released& released = released_tokens();
+  const std::lock_guard lock(released.mutex);
+  return std::exchange(released.tokens, {});
+}
+
+Place BoundPlan::place() const noexcept {
+  const Device& device = plan_.device();
+  return device.backend == Backend::cuda ? Place{nb::device::cuda::value, device.ordinal} : Place();
+}
 
 BoundPlan::Workspace BoundPlan::take_workspace() {
   {
@@ -157,14 +224,36 @@ void BoundPlan::put_workspace(Workspace workspace) {
   idle_.push_back(std::move(workspace));
 }
 
-nb::object BoundPlan::attend(nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
-                             nb::handle sinks, nb::handle out, bool return_lse) {
-  return run(q, import_array(q, "q"), import_array(k, "k"), import_array(v, "v"), kv_lens, kv_starts, sinks, out,
-             return_lse);
+void BoundPlan::run_on_cpu(const Inputs& inputs, const Outputs& outputs) {
+  const nb::gil_scoped_release released;
+  Workspace workspace = take_workspace();
+  kvonce::attend(plan_, inputs, outputs, workspace.get(), plan_.workspace_bytes());
+  put_workspace(std::move(workspace));
 }
 
-nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const Array& v, nb::handle kv_lens,
-                          nb::handle kv_starts, nb::handle sinks, nb::handle out, bool return_lse) {
+void BoundPlan::run_on_cuda(const Inputs& inputs, const Outputs& outputs, std::optional<std::uintptr_t> given_stream) {
+  const int ordinal = plan_.device().ordinal;
+  const std::uintptr_t stream = given_stream ? *given_stream : current_torch_stream(ordinal);
+  Context context;
+  context.cuda_stream = reinterpret_cast<void*>(stream);
+  nb::object workspace;  // keeps the memory
+  void* address = nullptr;
+  if (plan_.workspace_bytes() > 0) {
+    if (!device_workspaces_.is_valid()) device_workspaces_ = make_device_workspaces(plan_);
+    workspace = device_workspaces_.attr("take")(stream, cuda_capture_id(context.cuda_stream, ordinal));
+    address = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(nb::object(workspace[0])));
+  }
+  const nb::gil_scoped_release released;
+  kvonce::attend(plan_, inputs, outputs, address, plan_.workspace_bytes(), context);
+}
+
+nb::object BoundPlan::attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments) {
+  if (is_foreign_cuda(q)) return attend_through_torch(std::bind_front(&BoundPlan::attend, this), q, k, v, arguments);
+  return run(q, import_array(q, "q"), import_array(k, "k"), import_array(v, "v"), arguments);
+}
+
+nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const Array& v,
+                          const CallArguments& arguments) {
   const Problem& problem = plan_.problem();
   require_shape(q, "q", {problem.num_seqs, problem.num_q_heads, problem.q_len, problem.head_dim_qk});
   if (k.shape.size() != 4) refuse("k", "shape " + shape_text(k.shape), "[num_seqs, num_kv_heads, kv_len, head_dim_qk]");
@@ -174,49 +263,31 @@ nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const
   require_dtype(q, "q", to_string(problem.q_dtype));
   require_dtype(k, "k", to_string(problem.k_format));
   require_dtype(v, "v", to_string(problem.v_format));
-  require_unit_last_stride(q, "q");
-  require_unit_last_stride(k, "k");
-  require_unit_last_stride(v, "v");
+  for (const auto& [array, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&v, "v"}}) {
+    require_unit_last_stride(*array, name);
+    require_place(*array, name, place());
+  }
+  if (arguments.stream && place().is_cpu()) refuse("stream", std::to_string(*arguments.stream), "None for CPU memory");
+  if (kv_len > problem.max_kv_len && arguments.kv_lens.is_none()) {
+    refuse("k", "kv_len " + std::to_string(kv_len) + " without kv_lens",
+           "0 to max_kv_len = " + std::to_string(problem.max_kv_len));
+  }
 
   Inputs inputs;
   inputs.q = view(q);
   inputs.k = view(k);
   inputs.v = view(v);
-  std::vector<std::int32_t> lens;
-  if (!kv_lens.is_none()) {
-    lens = import_lengths(kv_lens, "kv_lens", problem.num_seqs);
-    for (std::size_t s = 0; s < lens.size(); ++s) {
-      if (lens[s] > kv_len) {  // the library knows the plan's maximum, not the array's
-        refuse("kv_lens[" + std::to_string(s) + "]", std::to_string(lens[s]),
-               "0 to kv_len = " + std::to_string(kv_len));
-      }
-    }
-  } else {
-    if (kv_len > problem.max_kv_len) {
-      refuse("k", "kv_len " + std::to_string(kv_len) + " without kv_lens",
-             "0 to max_kv_len = " + std::to_string(problem.max_kv_len));
-    }
-    lens.assign(static_cast<std::size_t>(problem.num_seqs), static_cast<std::int32_t>(kv_len));
-  }
-  inputs.kv_lens = lens.data();
-  std::vector<std::int32_t> starts;
-  if (!kv_starts.is_none()) {
-    starts = import_lengths(kv_starts, "kv_starts", problem.num_seqs);
-    inputs.kv_starts = starts.data();
-  }
-  std::vector<float> sink_values;
-  if (!sinks.is_none()) {
-    sink_values = import_floats(sinks, "sinks", problem.num_q_heads);
-    inputs.sinks = sink_values.data();
-  }
+  inputs.kv_len = std::min(kv_len, problem.max_kv_len);
+  const Vectors vectors(problem, place(), arguments, inputs);
 
   const std::vector<std::int64_t> out_shape = {problem.num_seqs, problem.num_q_heads, problem.q_len, problem.dim_v()};
   Result result;
-  if (out.is_none()) {
+  if (arguments.out.is_none()) {
     result = make_result(like, problem.out_dtype, out_shape);
   } else {
-    result.array = import_array(out, "out", true);
-    result.object = nb::borrow(out);
+    result.array = import_array(arguments.out, "out", true);
+    result.object = nb::borrow(arguments.out);
+    require_place(result.array, "out", place());
     require_shape(result.array, "out", out_shape);
     require_dtype(result.array, "out", to_string(problem.out_dtype));
     require_unit_last_stride(result.array, "out");
@@ -232,20 +303,19 @@ nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const
   outputs.out_head_stride = result.array.strides[1];
   outputs.out_token_stride = result.array.strides[2];
   Result lse;
-  if (return_lse) {
+  if (arguments.return_lse) {
     lse = make_result(like, DType::f32, {problem.num_seqs, problem.num_q_heads, problem.q_len});
     outputs.lse = static_cast<float*>(lse.array.data);
     outputs.lse_seq_stride = lse.array.strides[0];
     outputs.lse_head_stride = lse.array.strides[1];
     outputs.lse_token_stride = lse.array.strides[2];
   }
-  {
-    const nb::gil_scoped_release released;
-    Workspace workspace = take_workspace();
-    kvonce::attend(plan_, inputs, outputs, workspace.get(), plan_.workspace_bytes());
-    put_workspace(std::move(workspace));
+  if (place().is_cuda()) {
+    run_on_cuda(inputs, outputs, arguments.stream);
+  } else {
+    run_on_cpu(inputs, outputs);
   }
-  if (return_lse) return nb::make_tuple(result.finish(), lse.finish());
+  if (arguments.return_lse) return nb::make_tuple(result.finish(), lse.finish());
   return result.finish();
 }
 

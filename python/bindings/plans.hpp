@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
@@ -22,40 +24,63 @@ struct Choices {
   std::optional<std::string> policy;  // "row_tile=4,..." or the path of a policy file
 };
 
+/// What a call has besides q, K and V; none() where the caller gave nothing.
+struct CallArguments {
+  nb::handle kv_lens;
+  nb::handle kv_starts;
+  nb::handle sinks;
+  nb::handle out;
+  bool return_lse = false;
+  std::optional<std::uintptr_t> stream;  // CUDA; none: torch's current stream
+};
+
 /// "f16", "float16" and so on. Throws Error{InvalidArgument} naming `argument`.
 DType parse_dtype(std::string_view name, const char* argument);
 /// The names of parse_dtype and those of KvFormat.
 KvFormat parse_format(std::string_view name, const char* argument);
 
+/// "cpu", "cuda" or "cuda:1". Throws Error{InvalidArgument} naming `device`.
+Place parse_place(std::string_view name);
+
 class BoundPlan;
 
-/// The plan of a call without one, made by an earlier call of the same problem and choices if that is not long ago.
-/// Made for a max_kv_len that may be up to an eighth above problem.max_kv_len, so that a growing cache finds it again.
-std::shared_ptr<BoundPlan> find_plan(Problem problem, const Choices& choices);
+std::shared_ptr<BoundPlan> make_bound_plan(const Problem& problem, Place place, const Choices& choices);
+
+/// The plan of a call without one, from a PlanCache of this process.
+std::shared_ptr<BoundPlan> find_plan(const Problem& problem, Place place, const Choices& choices);
+
+/// Calls attend on torch tensors of the same memory; returns arrays of q's kind.
+using Attend = std::function<nb::object(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments)>;
+nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k, nb::handle v,
+                                const CallArguments& arguments);
 
 class BoundPlan {
  public:
-  BoundPlan(const Problem& problem, const Choices& choices);
+  explicit BoundPlan(Plan plan) : plan_(std::move(plan)) {}
 
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
+  [[nodiscard]] Place place() const noexcept;
 
-  /// The optional arguments are none() where the caller gave none. Returns out, or (out, lse). The GIL is released
-  /// while the library runs.
-  nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
-                    nb::handle sinks, nb::handle out, bool return_lse);
+  /// Returns out, or (out, lse). The GIL is released while the library runs.
+  nb::object attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments);
 
   /// As above, on what has been imported already; `like` is the object that q came from.
-  nb::object run(nb::handle like, const Array& q, const Array& k, const Array& v, nb::handle kv_lens,
-                 nb::handle kv_starts, nb::handle sinks, nb::handle out, bool return_lse);
+  nb::object run(nb::handle like, const Array& q, const Array& k, const Array& v, const CallArguments& arguments);
 
  private:
   using Workspace = std::unique_ptr<std::byte[]>;
   [[nodiscard]] Workspace take_workspace();
   void put_workspace(Workspace workspace);
+  void run_on_cpu(const Inputs& inputs, const Outputs& outputs);
+  void run_on_cuda(const Inputs& inputs, const Outputs& outputs, std::optional<std::uintptr_t> stream);
 
   Plan plan_;
   std::mutex mutex_;
-  std::vector<Workspace> idle_;  // as many as there were calls at once
+  std::vector<Workspace> idle_;   // CPU: as many as there were calls at once
+  nb::object device_workspaces_;  // CUDA: kvonce._workspaces.Workspaces, made by the first call
 };
+
+/// The tokens of workspaces whose captures' graphs have been destroyed since the last call.
+std::vector<std::uintptr_t> released_captures();
 
 }  // namespace kvonce::python

@@ -1,9 +1,13 @@
 """Decode attention that streams each byte of the KV cache once.
 
-Arrays are NumPy's, torch's or those of anything else with DLPack, in CPU memory: float32, float16 or bfloat16 (NumPy's
-by the package ml_dtypes), of any strides as long as the elements of the last dim lie side by side. q, K and V are read
-where they are. Errors: ValueError (an argument that can never be right, named in the message), NotImplementedError
-(right, but not served here), RuntimeError (a target that is not on this machine).
+Arrays are NumPy's, torch's or those of anything else with DLPack, in CPU or CUDA memory: float32, float16 or bfloat16
+(NumPy's by the package ml_dtypes), of any strides as long as the elements of the last dim lie side by side. q, K and V
+are read where they are. Errors: ValueError (an argument that can never be right, named in the message),
+NotImplementedError (right, but not served here), RuntimeError (a target or device that is not on this machine).
+
+In CUDA memory a call enqueues its work on a stream and returns: nothing is copied or waited for, and a CUDA graph may
+capture it. torch's tensors are the direct way; others (CuPy, JAX) go through torch, which has to be installed, without
+copies either.
 """
 from . import _core
 from ._core import Device, Plan
@@ -22,7 +26,7 @@ def _dtype_name(dtype):
 
 def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=None, kv_lens=None, kv_starts=None,
            v_is_k_prefix=False, chunk_tokens=None, out=None, out_dtype=None, return_lse=False, threads=None,
-           target=None, policy=None):
+           target=None, policy=None, stream=None):
     """Attention of a few query tokens to a long KV cache, each K and V byte read once.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64.
@@ -32,24 +36,28 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
     causal: the newest query token sees the newest key (bottom-right aligned), the one before it a key less. False: all
         see every key.
     window: newest keys that a query token sees, itself included; 0: all.
-    softcap: not served yet (NotImplementedError when above 0).
-    sinks: [num_q_heads], one extra logit per query head without a value; float32 or float64.
-    kv_lens: [num_seqs] tokens that count, 0 to kv_len; int32, int64 or a list. Default: all of k.
-    kv_starts: [num_seqs] tokens of left padding that are skipped.
+    softcap: above 0, a score becomes softcap * tanh(score / softcap); not on CUDA yet (NotImplementedError).
+    sinks: [num_q_heads], one extra logit per query head without a value; float32 or float64, in CUDA memory float32.
+    kv_lens: [num_seqs] tokens that count, 0 to kv_len; int32, int64 or a list. Default: all of k. With q in CUDA memory
+        an int32 array beside it, which is read when the work runs; what exceeds kv_len counts as kv_len.
+    kv_starts: [num_seqs] tokens of left padding that are skipped; as kv_lens.
     v_is_k_prefix: v is k[..., :head_dim_v], whose bytes then are read once.
     chunk_tokens: fixes how tokens are split, so that a row's bits depend neither on the batch nor on kv_len.
     out: [num_seqs, num_q_heads, q_len, head_dim_v] to write to, not overlapping the inputs. Default: a new array.
     out_dtype: "float32", "float16", "bfloat16" or a dtype object; default: that of out, else of q.
-    threads: default: KVONCE_NUM_THREADS, or the CPUs of this process. Results do not depend on it.
-    target: a name of kvonce.devices(); default: KVONCE_CPU_TARGET, or the best.
+    threads: CPU; default: KVONCE_NUM_THREADS, or the CPUs of this process. Results do not depend on it.
+    target: CPU; a name of kvonce.devices(); default: KVONCE_CPU_TARGET, or the best.
     policy: tunables, "row_tile=4,chunk_tokens=2048", or the path of a policy file (docs/tuning.md).
+    stream: CUDA; the cudaStream_t as an int. Default: torch's current stream of q's device. Where it is given, ordering
+        it with the streams of torch's tensors, results included, is up to the caller; for other arrays it is done.
 
     Returns out, an array of q's kind; with return_lse (out, lse), lse float32 [num_seqs, num_q_heads, q_len], the
     natural logarithm of the sum of exponentials. A row that sees no key has out 0 and lse -inf. Other threads of Python
     run meanwhile. The plan of an earlier call is used again, also for a cache that has grown a little.
     """
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
-                        _dtype_name(out_dtype), return_lse, _core.Choices(chunk_tokens, threads, target, policy))
+                        _dtype_name(out_dtype), return_lse, stream,
+                        _core.Choices(chunk_tokens, threads, target, policy))
 
 
 def merge(outs, lses):
@@ -66,16 +74,17 @@ def merge(outs, lses):
 
 def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_len=1, head_dim_v=None,
          q_dtype="float32", k_format=None, v_format=None, out_dtype=None, scale=None, causal=True, window=0,
-         softcap=0.0, has_sinks=False, v_is_k_prefix=False, chunk_tokens=None, threads=None, target=None,
-         policy=None):
+         softcap=0.0, has_sinks=False, v_is_k_prefix=False, device="cpu", chunk_tokens=None, threads=None,
+         target=None, policy=None):
     """Decides once what will run, for calls of one shape and any kv_len up to max_kv_len: Plan.attend(q, k, v, ...).
 
     k_format: dtype of K, default q_dtype; v_format: default k_format; out_dtype: default q_dtype.
-    has_sinks: Plan.attend gets sinks. The rest as in attend.
+    has_sinks: Plan.attend gets sinks.
+    device: where the arrays will be, "cpu", "cuda" (the first), "cuda:1" or a torch.device. The rest as in attend.
     """
     return _core.plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs, q_len, head_dim_v,
                       _dtype_name(q_dtype), _dtype_name(k_format), _dtype_name(v_format), _dtype_name(out_dtype), scale,
-                      causal, window, softcap, has_sinks, v_is_k_prefix,
+                      causal, window, softcap, has_sinks, v_is_k_prefix, str(device),
                       _core.Choices(chunk_tokens, threads, target, policy))
 
 
@@ -85,5 +94,5 @@ def explain(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, **options):
 
 
 def devices():
-    """Every backend and target this build knows, best CPU target first; what cannot run here says why."""
+    """Every backend, target and CUDA device this build knows, best CPU target first; what cannot run here says why."""
     return _core.devices()

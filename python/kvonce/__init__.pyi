@@ -13,14 +13,15 @@ def attend(q: _Array, k: Any, v: Any, *, scale: float | None = None, causal: boo
            softcap: float = 0.0, sinks: Any | Sequence[float] | None = None, kv_lens: Any | Sequence[int] | None = None,
            kv_starts: Any | Sequence[int] | None = None, v_is_k_prefix: bool = False, chunk_tokens: int | None = None,
            out: Any | None = None, out_dtype: _DType | None = None, return_lse: Literal[False] = False,
-           threads: int | None = None, target: str | None = None, policy: str | None = None) -> _Array: ...
+           threads: int | None = None, target: str | None = None, policy: str | None = None,
+           stream: int | None = None) -> _Array: ...
 @overload
 def attend(q: _Array, k: Any, v: Any, *, scale: float | None = None, causal: bool = True, window: int | None = 0,
            softcap: float = 0.0, sinks: Any | Sequence[float] | None = None, kv_lens: Any | Sequence[int] | None = None,
            kv_starts: Any | Sequence[int] | None = None, v_is_k_prefix: bool = False, chunk_tokens: int | None = None,
            out: Any | None = None, out_dtype: _DType | None = None, return_lse: Literal[True],
-           threads: int | None = None, target: str | None = None, policy: str | None = None
-           ) -> tuple[_Array, Any]: ...
+           threads: int | None = None, target: str | None = None, policy: str | None = None,
+           stream: int | None = None) -> tuple[_Array, Any]: ...
 @overload
 def merge(outs: Sequence[_Array], lses: Sequence[Any]) -> tuple[_Array, Any]: ...
 @overload
@@ -29,12 +30,12 @@ def plan(num_q_heads: int, num_kv_heads: int, head_dim_qk: int, max_kv_len: int,
          q_len: int = 1, head_dim_v: int | None = None, q_dtype: _DType = "float32", k_format: _DType | None = None,
          v_format: _DType | None = None, out_dtype: _DType | None = None, scale: float | None = None,
          causal: bool = True, window: int | None = 0, softcap: float = 0.0, has_sinks: bool = False,
-         v_is_k_prefix: bool = False, chunk_tokens: int | None = None, threads: int | None = None,
-         target: str | None = None, policy: str | None = None) -> Plan: ...
+         v_is_k_prefix: bool = False, device: Any = "cpu", chunk_tokens: int | None = None,
+         threads: int | None = None, target: str | None = None, policy: str | None = None) -> Plan: ...
 def explain(num_q_heads: int, num_kv_heads: int, head_dim_qk: int, max_kv_len: int, *, num_seqs: int = 1,
             q_len: int = 1, head_dim_v: int | None = None, q_dtype: _DType = "float32", k_format: _DType | None = None,
             v_format: _DType | None = None, out_dtype: _DType | None = None, scale: float | None = None,
             causal: bool = True, window: int | None = 0, softcap: float = 0.0, has_sinks: bool = False,
-            v_is_k_prefix: bool = False, chunk_tokens: int | None = None, threads: int | None = None,
-            target: str | None = None, policy: str | None = None) -> str: ...
+            v_is_k_prefix: bool = False, device: Any = "cpu", chunk_tokens: int | None = None,
+            threads: int | None = None, target: str | None = None, policy: str | None = None) -> str: ...
 def devices() -> list[Device]: ...

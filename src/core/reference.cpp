@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <limits>
 
+#include "core/validate.hpp"
 #include "shared/numeric.h"
 #include "shared/token_range.h"
 
@@ -108,7 +109,7 @@ struct KeyRun {
 
 std::vector<KeyRun> key_runs(const Problem& problem, const Inputs& inputs, std::int64_t seq) {
   if (!problem.has_segments) {
-    const std::int64_t kv_len = inputs.kv_lens != nullptr ? inputs.kv_lens[seq] : problem.max_kv_len;
+    const std::int64_t kv_len = inputs.kv_lens != nullptr ? inputs.kv_lens[seq] : most_tokens(problem, inputs);
     return {{0, kv_len, seq, 0}};
   }
   std::vector<KeyRun> runs;

@@ -52,11 +52,15 @@ bool needs_biases(KvFormat format) { return format == KvFormat::mlx_int8 || form
 
 void validate_inputs(const Problem& p, const Inputs& in) {
   const bool has_rows = p.num_seqs > 0 && p.q_len > 0;
-  const bool has_keys = has_rows && p.max_kv_len > 0;
+  if (in.kv_len < -1 || in.kv_len > p.max_kv_len) {
+    refuse(ErrorCode::InvalidArgument, "kv_len", std::to_string(in.kv_len),
+           "0 to max_kv_len = " + std::to_string(p.max_kv_len) + ", or -1 for that");
+  }
+  const bool has_keys = has_rows && most_tokens(p, in) > 0;
   if (has_rows) require_pointer("q.data", in.q.data, "num_seqs and q_len are positive");
   if (has_keys) {
-    require_pointer("k.data", in.k.data, "max_kv_len is positive");
-    require_pointer("v.data", in.v.data, "max_kv_len is positive");
+    require_pointer("k.data", in.k.data, "there are keys");
+    require_pointer("v.data", in.v.data, "there are keys");
   }
   if (has_keys && p.v_is_k_prefix &&
       (in.v.data != in.k.data || in.v.seq_stride != in.k.seq_stride || in.v.head_stride != in.k.head_stride ||
@@ -78,11 +82,12 @@ void validate_inputs(const Problem& p, const Inputs& in) {
 void validate_lengths(const Problem& p, const Inputs& in) {
   if (p.has_segments) validate_segments(p, in);
   if (p.q_len == 0) return;
+  const std::int64_t most = most_tokens(p, in);
   for (std::int64_t s = 0; s < p.num_seqs; ++s) {
-    const std::int64_t kv_len = in.kv_lens != nullptr ? in.kv_lens[s] : p.max_kv_len;
-    if (kv_len < 0 || kv_len > p.max_kv_len) {
+    const std::int64_t kv_len = in.kv_lens != nullptr ? in.kv_lens[s] : most;
+    if (kv_len < 0 || kv_len > most) {
       refuse(ErrorCode::InvalidArgument, at("kv_lens", s), std::to_string(kv_len),
-             "0 to max_kv_len = " + std::to_string(p.max_kv_len));
+             std::string(most < p.max_kv_len ? "0 to kv_len = " : "0 to max_kv_len = ") + std::to_string(most));
     }
     if (in.kv_starts != nullptr && (in.kv_starts[s] < 0 || in.kv_starts[s] > kv_len)) {
       refuse(ErrorCode::InvalidArgument, at("kv_starts", s), std::to_string(in.kv_starts[s]),

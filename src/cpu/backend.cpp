@@ -1,5 +1,6 @@
 #include "cpu/backend.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <string>
@@ -11,13 +12,11 @@
 namespace kvonce::cpu {
 namespace {
 
-Device describe(std::string_view target, int num_threads) {
+Device describe(std::string_view target, const CacheSizes& caches) {
   Device device;
   device.backend = Backend::cpu;
   device.target = std::string(target);
   device.name = processor_name();
-  device.num_threads = num_threads;
-  const CacheSizes caches = cache_sizes();
   device.l1_bytes = caches.l1_bytes;
   device.l2_bytes = caches.l2_bytes;
   device.l3_bytes = caches.l3_bytes;
@@ -30,11 +29,23 @@ Device describe(std::string_view target, int num_threads) {
   return device;
 }
 
-bool is_known(std::string_view target) {
-  for (const char* name : kTargetNames) {
-    if (target == name) return true;
+/// One per name of kTargetNames, with one thread. The processor and the system's files are asked once: a cpuid alone takes
+/// microseconds in a virtual machine.
+const std::vector<Device>& described() {
+  static const std::vector<Device> all = [] {
+    const CacheSizes caches = cache_sizes();
+    std::vector<Device> devices;
+    for (const char* name : kTargetNames) devices.push_back(describe(name, caches));
+    return devices;
+  }();
+  return all;
+}
+
+const Device* find_described(std::string_view target) {
+  for (const Device& device : described()) {
+    if (target == device.target) return &device;
   }
-  return false;
+  return nullptr;
 }
 
 int threads_from_environment() {
@@ -51,8 +62,8 @@ int threads_from_environment() {
 }
 
 std::vector<Device> all_devices() {
-  std::vector<Device> devices;
-  for (const char* name : kTargetNames) devices.push_back(describe(name, usable_cpus()));
+  std::vector<Device> devices = described();
+  for (Device& device : devices) device.num_threads = usable_cpus();
   return devices;
 }
 
@@ -77,30 +88,32 @@ const Target* find_target(std::string_view name) {
 }
 
 Device device(std::string_view target, int num_threads) {
-  if (!is_known(target)) {
+  const Device* const known = find_described(target);
+  if (known == nullptr) {
     core::refuse(ErrorCode::InvalidArgument, "target", "'" + std::string(target) + "'", kTargetList);
   }
   if (num_threads < 0 || num_threads > core::kMaxThreads) {
     core::refuse(ErrorCode::InvalidArgument, "num_threads", std::to_string(num_threads),
                  "0 (all CPUs of this process) to " + std::to_string(core::kMaxThreads));
   }
-  Device found = describe(target, num_threads == 0 ? threads_from_environment() : num_threads);
-  if (!found.unavailable.empty()) throw Error(ErrorCode::Unavailable, found.unavailable);
+  if (num_threads == 0) num_threads = threads_from_environment();
+  if (!known->unavailable.empty()) throw Error(ErrorCode::Unavailable, known->unavailable);
+  Device found = *known;
+  found.num_threads = num_threads;
   return found;
 }
 
 Device default_device() {
   const char* forced = std::getenv("KVONCE_CPU_TARGET");
   if (forced != nullptr && *forced != '\0') {
-    if (!is_known(forced)) {
+    if (find_described(forced) == nullptr) {
       core::refuse(ErrorCode::InvalidArgument, "KVONCE_CPU_TARGET", "'" + std::string(forced) + "'", kTargetList);
     }
     return device(forced, 0);
   }
-  for (const char* name : kTargetNames) {
-    if (find_target(name) != nullptr && missing_feature(name).empty()) return device(name, 0);
-  }
-  return device("portable", 0);
+  const auto usable = std::find_if(described().begin(), described().end(),
+                                   [](const Device& device) { return device.unavailable.empty(); });
+  return device(usable->target, 0);  // portable runs everywhere
 }
 
 const core::BackendTable& backend() {

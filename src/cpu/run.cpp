@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/plan_data.hpp"
+#include "core/validate.hpp"
 #include "cpu/backend.hpp"
 #include "cpu/pool.hpp"
 #include "cpu/task.hpp"
@@ -72,7 +73,7 @@ class Call {
 
   [[nodiscard]] std::int64_t num_items() const { return item_starts_[p_.num_seqs]; }
   [[nodiscard]] std::int64_t kv_len(std::int64_t seq) const {
-    return in_.kv_lens != nullptr ? in_.kv_lens[seq] : p_.max_kv_len;
+    return in_.kv_lens != nullptr ? in_.kv_lens[seq] : core::most_tokens(p_, in_);
   }
   [[nodiscard]] std::int64_t kv_start(std::int64_t seq) const {
     return in_.kv_starts != nullptr ? in_.kv_starts[seq] : 0;

@@ -6,7 +6,8 @@
 //   take steps of 16, 32 or 64 tokens in turn.
 // Steps: [1] q, [2] scores, [3] softmax, [4] values, [5] partials: tile.cuh; then the warps' join and the blocks'.
 // Bytes: kv_len * (dqk + dv) * 2 for every stream and row block, once; 64 to 128 KB of it in flight per multiprocessor.
-// Registers (sm_90a): 125 (d64) and 145 (d128) plain, 154 to 203 one tile of 8 rows, 255 four tiles.
+// Registers (sm_90a): 125 (d64) and 145 (d128) plain, 154 to 203 one tile of 8 rows, 255 four tiles; K and V of more than 256
+//   dims are staged in shared memory, 136 KB.
 // Not here: float32, mixed types, other dims, unaligned rows (attend_generic.cuh).
 #pragma once
 
@@ -20,7 +21,8 @@
 namespace kvonce::cuda {
 
 /// kOneStep: no warp has more than one step.
-template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, Join kJoin, bool kOneStep, class K>
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, bool kStaged, Join kJoin, bool kOneStep,
+          class K>
 __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_constant__ AttendParams params) {
   cuda_trigger_dependents();
   const BlockWork w = find_work<kJoin, K::kPlain>(params);
@@ -30,11 +32,9 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   const int warp = static_cast<int>(threadIdx.x / 32);
 
   constexpr int kStep = kTokenTiles * kTileTokens;
-  Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles, K> tile;
-  tile.g = static_cast<int>(threadIdx.x % 32 / 4);
-  tile.t = static_cast<int>(threadIdx.x % 4);
-  tile.k_base = first_row<T>(params.k_rows, w.seq, w.kv_head);
-  tile.v_base = first_row<T>(params.v_rows, w.seq, w.kv_head);
+  Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles, kStaged, K> tile;
+  __shared__ std::uint64_t kv_barriers[kStaged ? 2 * K::kWarps : 1];
+  tile.open(params, w.seq, w.kv_head, kv_barriers);
 
   // The warps take the block's steps in turn. Loads of the first go out before anything else is waited for.
   int token = w.begin + w.tile_begin * kTileTokens + warp * kStep;
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   }
   touch_params(params);
   if constexpr (kJoin == kJoinCluster) open_mail<K>(params, w, &mail_barrier, kDimV / 4);
-  const MergeArea area = lay_out_area<K>(params, w, kDimV);
+  const MergeArea area =
+      lay_out_area<K>(params, w, kDimV, kStaged ? K::kWarps * stage_bytes(kDimQk, kDimV, kTokenTiles) : 0);
   if (early) cuda_wait_for_preceding();
   if constexpr (tile.kSharedQ) {
     __shared__ uint4 q_shared[kRowTiles * (kDimQk / 32) * 32];
@@ -90,10 +91,12 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
     while (has_step) {
       const int next = token + K::kWarps * kStep;
       const bool has_next = next < end;
+      tile.wait_for_keys();
       tile.score_tokens(params.scale_log2);
       if (has_next) tile.load_keys(params, next, end);
       hide_tokens();
       tile.template update_softmax<false>();
+      tile.wait_for_values();
       accumulate_values();
       if (has_next) tile.load_values(params, next, end);
       token = next;
@@ -101,6 +104,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
     }
   }
 
+  if constexpr (kStaged) __syncthreads();  // the partials come where the stages are
   tile.store_partial(area, warp);
   if constexpr (kJoin == kJoinCluster) {
     __syncthreads();

@@ -19,7 +19,7 @@ __device__ __forceinline__ float4 load_four(const void* data, Element type, std:
   if (type == kF32) {
     const float* const from = static_cast<const float*>(data) + at;
     if (vector) {
-      const uint4 bits = kLate ? load_late(from) : load_stream(from);
+      const uint4 bits = kLate ? load_late(from) : load_stream<uint4>(from);
       return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
     }
     return {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), __ldcg(from + 3)};
@@ -28,7 +28,7 @@ __device__ __forceinline__ float4 load_four(const void* data, Element type, std:
   std::uint32_t low;
   std::uint32_t high;
   if (vector) {
-    const uint2 bits = kLate ? load_late_8(from) : load_stream_8(from);
+    const uint2 bits = kLate ? load_late_8(from) : load_stream<uint2>(from);
     low = bits.x;
     high = bits.y;
   } else {

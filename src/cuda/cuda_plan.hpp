@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "core/plan_data.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/params.hpp"
 
 namespace kvonce::cuda {
@@ -21,6 +23,10 @@ constexpr int most_row_tiles(int head_dim_qk, int head_dim_v) {
   return head_dim_qk % 32 == 0 ? 4 : 2;
 }
 
+/// Head dims whose outputs leave no registers for K and V: those are staged in shared memory, for as many warps as fit.
+constexpr bool is_staged(int head_dim_qk, int head_dim_v) { return head_dim_qk > 256 || head_dim_v > 256; }
+constexpr int mma_warps(int head_dim_qk, int head_dim_v) { return is_staged(head_dim_qk, head_dim_v) ? 4 : kWarps; }
+
 /// Token tiles of a warp's step. Enough bytes in flight take 32 tokens where rows are short: 64 KB of K and V for the 8 warps
 /// of a block. H200, 64q/8kv d64, 131,072 tokens: 73.3 us with 16 tokens, 66.6 us with 32.
 constexpr int step_tiles(int head_dim_qk) { return head_dim_qk <= 64 ? 2 : 1; }
@@ -33,21 +39,18 @@ constexpr bool has_plain(int head_dim_qk, int head_dim_v) {
 /// One kernel and how it is launched for a problem.
 struct KernelShape : LaunchShape {
   bool exists = false;
-  int row_tiles = 1;
-  // Where the call allows it, plain decode (no kv_starts, aligned output), and how.
-  bool plain = false;
-  bool one_step = false;
-  int step_tiles = 1;
-  int warps = kWarps;
   // Where every length is max_kv_len and every row sees all of it: AttendParams.
   std::int32_t share_tiles = 0;
   std::int32_t share_rest = 0;
   std::int32_t share_splits = 1;
 };
 
+/// The choices that a call's pointers decide between.
 struct CudaPlan : core::BackendPlan {
-  KernelShape mma;      // where the tensor-core kernel serves the problem and the tensors are aligned to 16 bytes
-  KernelShape generic;  // everywhere else
+  KernelShape mma;       // where the tensor-core kernel serves the problem and the tensors are aligned to 16 bytes
+  MmaInstance instance;  // of it
+  std::optional<MmaInstance> plain;  // instead, without kv_starts and where the output is aligned too
+  KernelShape generic;               // everywhere else
   // Byte offsets from the workspace's 256-byte aligned base.
   std::size_t tickets = 0;
   std::size_t partial_ml = 0;

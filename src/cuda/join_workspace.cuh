@@ -45,11 +45,39 @@ struct Joiner {
   unsigned joiners;
 };
 
+/// Polls until `lanes` of the warp have their first n of kCount partials, then leaves the places empty for the next call.
+/// A row's maximum and sum are read by the kSlice lanes of a slice: emptied, by one of them, when all have them.
+template <int kCount>
+__device__ __forceinline__ void take_partials(unsigned lanes, int n, float4* from, std::int64_t stride, float2* ml_from,
+                                              std::int64_t ml_stride, bool empties_ml, float4 (&x)[kCount],
+                                              float2 (&ml)[kCount]) {
+  bool full = false;
+  while (__any_sync(lanes, !full)) {
+    full = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i >= n) continue;
+      x[i] = load_words(from + i * stride);
+      ml[i] = load_words(ml_from + i * ml_stride);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < n) full = full && is_full(x[i]) && is_full(ml[i]);
+    }
+  }
+  const float empty = __uint_as_float(kEmptyWord);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i >= n) continue;
+    store_words(from + i * stride, {empty, empty, empty, empty});
+    if (empties_ml) store_words(ml_from + i * ml_stride, make_float2(empty, empty));
+  }
+}
+
 /// Up to kFewSplits splits: a thread takes an element, all splits at once.
 template <class K>
 __device__ __forceinline__ void join_few(const AttendParams& p, const BlockWork& w, unsigned row_elements,
                                          const Joiner& j) {
-  const float empty = __uint_as_float(kEmptyWord);
   const unsigned slices = slices_of(static_cast<int>(j.elements));
   const unsigned items = (slices - j.first + j.joiners - 1) / j.joiners * kSlice;
 #pragma unroll 1
@@ -63,25 +91,8 @@ __device__ __forceinline__ void join_few(const AttendParams& p, const BlockWork&
     float2* const ml_at = j.ml + static_cast<std::int64_t>(slice * p.shape.num_splits) * j.slice_rows + slice_row;
     float4 x[kFewSplits];
     float2 ml[kFewSplits];
-    bool full = false;
-    // A row's maximum and sum are read by the kSlice lanes of a slice: emptied when all of the warp have them.
     const unsigned lanes = item - item % 32 + 32 <= items ? kAllLanes : kAllLanes >> kSlice;
-    while (__any_sync(lanes, !full)) {
-      full = true;
-#pragma unroll
-      for (int i = 0; i < kFewSplits; ++i) {
-        if (i >= n) continue;
-        x[i] = load_words(x_at + static_cast<std::int64_t>(i) * j.capacity);
-        ml[i] = load_words(ml_at + i * j.slice_rows);
-        full = full && is_full(x[i]) && is_full(ml[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kFewSplits; ++i) {
-      if (i >= n) continue;
-      store_words(x_at + static_cast<std::int64_t>(i) * j.capacity, {empty, empty, empty, empty});
-      if (e % kSlice == 0 || e % row_elements == 0) store_words(ml_at + i * j.slice_rows, make_float2(empty, empty));
-    }
+    take_partials(lanes, n, x_at, j.capacity, ml_at, j.slice_rows, e % kSlice == 0 || e % row_elements == 0, x, ml);
     Partial a;
     join(a, x, ml, n);
     if (exists) finish<K>(p, w, e, row_elements, a);
@@ -104,7 +115,6 @@ __device__ __forceinline__ void join_slice(const AttendParams& p, const BlockWor
   const bool exists = K::kPlain || e < elements;
   const unsigned slice_row = K::kPlain ? 0 : min(e, elements - 1) / row_elements - first_row_of(slice, row_elements);
   const bool is_first_of_row = at == 0 || (!K::kPlain && e % row_elements == 0);
-  const float empty = __uint_as_float(kEmptyWord);
   Partial a;
   float4* element = j.partials + static_cast<std::int64_t>(group) * capacity + e;
   float2* element_ml = j.ml + static_cast<std::int64_t>(slice * p.shape.num_splits + group) * slice_rows + slice_row;
@@ -115,27 +125,8 @@ __device__ __forceinline__ void join_slice(const AttendParams& p, const BlockWor
                          : 0;
     float4 x[kAtOnce];
     float2 ml[kAtOnce];
-    bool full = false;
-    while (__any_sync(kAllLanes, !full)) {  // a row's maximum and sum are read by a whole group
-      full = true;
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
-        if (i >= n) continue;
-        x[i] = load_words(element + static_cast<std::int64_t>(i * kGroups) * capacity);
-        ml[i] = load_words(element_ml + i * kGroups * slice_rows);
-      }
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
-        if (i < n) full = full && is_full(x[i]) && is_full(ml[i]);
-      }
-    }
-    // Read: the places are empty again for the next call.
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
-      if (i >= n) continue;
-      store_words(element + static_cast<std::int64_t>(i * kGroups) * capacity, {empty, empty, empty, empty});
-      if (is_first_of_row) store_words(element_ml + i * kGroups * slice_rows, make_float2(empty, empty));
-    }
+    take_partials(kAllLanes, n, element, static_cast<std::int64_t>(kGroups) * capacity, element_ml,
+                  static_cast<std::int64_t>(kGroups) * slice_rows, is_first_of_row, x, ml);
     join(a, x, ml, n);
     element += static_cast<std::int64_t>(kAtOnce * kGroups) * capacity;
     element_ml += kAtOnce * kGroups * slice_rows;

@@ -2,6 +2,6 @@
 
 namespace kvonce::cuda {
 
-const void* mma_kernel_bf16(const MmaChoice& choice) { return mma_address<bf16>(choice); }
+const void* mma_kernel_bf16(const MmaInstance& choice) { return mma_address<bf16>(choice); }
 
 }  // namespace kvonce::cuda

@@ -10,28 +10,31 @@ namespace kvonce::cuda {
 template <typename T, int kDimQk, int kDimV, int kRowTiles, Join kJoin>
 const void* general_address() {
   return reinterpret_cast<const void*>(
-      &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), kJoin, false, Known<kWarps>>);
+      &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), is_staged(kDimQk, kDimV), kJoin, false,
+                  Known<mma_warps(kDimQk, kDimV)>>);
 }
 
 template <typename T, int kDim, Join kJoin, int kTiles, bool kOneStep, int kBlockWarps>
 const void* plain_instance() {
   return reinterpret_cast<const void*>(
-      &attend_mma<T, kDim, kDim, 1, kTiles, kJoin, kOneStep, Known<kBlockWarps, true, T>>);
+      &attend_mma<T, kDim, kDim, 1, kTiles, false, kJoin, kOneStep, Known<kBlockWarps, true, T>>);
 }
 
 template <typename T, int kDim, Join kJoin>
-const void* plain_address(const MmaChoice& choice) {
-  if (!choice.one_step || kJoin == kJoinFew) return plain_instance<T, kDim, kJoin, step_tiles(kDim), false, kWarps>();
-  if (choice.warps == 4) return plain_instance<T, kDim, kJoin, 2, true, 4>();
-  if (choice.step_tiles == 2) return plain_instance<T, kDim, kJoin, 2, true, kWarps>();
-  if constexpr (kDim == 64) {
-    if (choice.step_tiles == 4) return plain_instance<T, kDim, kJoin, 4, true, kWarps>();
+const void* plain_address(const MmaInstance& choice) {
+  if (!choice.one_step) return plain_instance<T, kDim, kJoin, step_tiles(kDim), false, kWarps>();
+  if constexpr (kJoin != kJoinFew) {
+    if (choice.warps == 4) return plain_instance<T, kDim, kJoin, 2, true, 4>();
+    if (choice.step_tiles == 2) return plain_instance<T, kDim, kJoin, 2, true, kWarps>();
+    if constexpr (kDim == 64) {
+      if (choice.step_tiles == 4) return plain_instance<T, kDim, kJoin, 4, true, kWarps>();
+    }
   }
   return nullptr;
 }
 
 template <typename T, int kDimQk, int kDimV, Join kJoin>
-const void* mma_address_of(const MmaChoice& choice) {
+const void* mma_address_of(const MmaInstance& choice) {
   if constexpr (has_plain(kDimQk, kDimV)) {
     if (choice.plain) return plain_address<T, kDimQk, kJoin>(choice);
   }
@@ -46,7 +49,7 @@ const void* mma_address_of(const MmaChoice& choice) {
 }
 
 template <typename T, int kDimQk, int kDimV>
-const void* mma_address_of(const MmaChoice& choice) {
+const void* mma_address_of(const MmaInstance& choice) {
   switch (choice.join) {
     case kJoinCluster:
       return mma_address_of<T, kDimQk, kDimV, kJoinCluster>(choice);
@@ -58,7 +61,7 @@ const void* mma_address_of(const MmaChoice& choice) {
 }
 
 template <typename T>
-const void* mma_address(const MmaChoice& choice) {
+const void* mma_address(const MmaInstance& choice) {
 #define KVONCE_CUDA_DIMS(qk, v) \
   if (choice.head_dim_qk == (qk) && choice.head_dim_v == (v)) return mma_address_of<T, qk, v>(choice);
 #include "cuda/instances.def"

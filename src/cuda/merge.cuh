@@ -32,13 +32,14 @@ __device__ __forceinline__ float4 exchange_pairs(const float4& v, bool exchange)
 extern __shared__ __align__(16) unsigned char shared_bytes[];
 
 template <class K>
-__device__ __forceinline__ MergeArea lay_out_area(const AttendParams& p, const BlockWork& w, int dim_v) {
+__device__ __forceinline__ MergeArea lay_out_area(const AttendParams& p, const BlockWork& w, int dim_v,
+                                                  int kv_bytes = 0) {
   MergeArea area;
   area.rows = K::kPlain ? kPlainRows : w.num_rows;
   area.dim_v = dim_v;
   area.x = reinterpret_cast<float*>(shared_bytes);
   const int rows = K::kPlain ? kPlainRows : p.shape.rows_per_block;
-  area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(K::kWarps, rows, dim_v));
+  area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(K::kWarps, rows, dim_v, kv_bytes));
   area.mail = reinterpret_cast<float4*>(area.ml + merge_ml_pairs(K::kWarps, rows));
   area.mail_ml = reinterpret_cast<float2*>(area.mail + p.shape.own_slices * p.shape.num_splits * kSlice);
   return area;

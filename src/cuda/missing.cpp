@@ -24,6 +24,8 @@ void nowhere(const core::PlanData&, void*, const Context&) { throw Error(ErrorCo
 }  // namespace
 
 Device device(int) { throw Error(ErrorCode::Unavailable, kMissing); }
+std::uint64_t capture_id(void*, int) { throw Error(ErrorCode::Unavailable, kMissing); }
+void retain_in_capture(void*, int, void (*)(void*), void*) { throw Error(ErrorCode::Unavailable, kMissing); }
 
 const core::BackendTable& backend() {
   static constexpr core::BackendTable kTable = {Backend::cuda, devices, plan, attend_nowhere, nowhere, nowhere};

@@ -124,6 +124,18 @@ constexpr std::int32_t kFewSplits = 4;
 constexpr std::int32_t kSlice = 16;
 KVONCE_FN constexpr std::int32_t slices_of(std::int32_t elements) { return (elements + kSlice - 1) / kSlice; }
 
+/// From one staged row of K or V to the next (KvTile), with pieces of 16 bytes between them, so that the eight lanes whose
+/// loads go together read from different banks: of K, (g, t) four pieces of two rows; of V two pieces of four.
+constexpr int kKeyPitch = 4;    // pieces, modulo 8
+constexpr int kValuePitch = 1;  // of every second row
+KVONCE_FN constexpr int stage_row_bytes(int head_dim, int pitch) {
+  return 16 * (head_dim / 8 + (pitch + 8 - head_dim / 8 % 8) % 8);
+}
+/// Bytes of a warp's staged step.
+KVONCE_FN constexpr int stage_bytes(int head_dim_qk, int head_dim_v, int token_tiles) {
+  return token_tiles * 16 * (stage_row_bytes(head_dim_qk, kKeyPitch) + stage_row_bytes(head_dim_v, kValuePitch));
+}
+
 /// n / divisor for 0 <= n < 2^31, with magic = divide_magic(divisor).
 KVONCE_FN std::uint32_t divide_magic(std::int32_t divisor) {
   return divisor == 1 ? 0 : static_cast<std::uint32_t>((1ULL << 32) / static_cast<std::uint64_t>(divisor) + 1);
@@ -132,13 +144,15 @@ KVONCE_FN std::uint32_t divide_magic(std::int32_t divisor) {
 // Shared memory of a block, in order: the warps' partials, their maxima and sums, and in a cluster what the other blocks
 // send. Sizes are multiples of 16 bytes.
 // At least what join_workspace() needs for its sums: 6 floats for every warp and element of a slice, and one to spare.
-KVONCE_FN constexpr int merge_x_floats(int num_warps, int rows, int dim_v) {
+// Where K and V are staged (KvTile), they have the same place before.
+KVONCE_FN constexpr int merge_x_floats(int num_warps, int rows, int dim_v, int kv_bytes) {
   const int sums = 6 * num_warps * (kSlice + 1);
-  return num_warps * rows * dim_v > sums ? num_warps * rows * dim_v : sums;
+  const int floats = num_warps * rows * dim_v > sums ? num_warps * rows * dim_v : sums;
+  return floats > kv_bytes / 4 ? floats : kv_bytes / 4;
 }
 KVONCE_FN constexpr int merge_ml_pairs(int num_warps, int rows) { return (num_warps * rows + 1) / 2 * 2; }
-KVONCE_FN constexpr int merge_shared_bytes(const LaunchShape& shape, int num_warps, int rows, int dim_v) {
-  const int bytes = 4 * merge_x_floats(num_warps, rows, dim_v) + 8 * merge_ml_pairs(num_warps, rows);
+KVONCE_FN constexpr int merge_shared_bytes(const LaunchShape& shape, int num_warps, int rows, int dim_v, int kv_bytes) {
+  const int bytes = 4 * merge_x_floats(num_warps, rows, dim_v, kv_bytes) + 8 * merge_ml_pairs(num_warps, rows);
   const int mail = shape.own_slices * shape.num_splits * (16 * kSlice + 8 * shape.slice_rows);
   return shape.join == kJoinCluster ? bytes + (mail + 15) / 16 * 16 : bytes;
 }

@@ -13,22 +13,19 @@ using f16 = __half;
 
 constexpr unsigned kAllLanes = 0xffffffffU;
 
-/// K and V are read once: past L1, with the whole 128-byte line on its way into L2.
-__device__ __forceinline__ uint4 load_stream(const void* address) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
-}
-__device__ __forceinline__ uint2 load_stream_8(const void* address) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
-  return v;
-}
-__device__ __forceinline__ std::uint32_t load_stream_4(const void* address) {
-  std::uint32_t v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(address));
+/// K and V are read once: past L1, with the whole 128-byte line on its way into L2. Words: uint4, uint2 or std::uint32_t.
+template <typename Words>
+__device__ __forceinline__ Words load_stream(const void* address) {
+  Words v;
+  if constexpr (sizeof(Words) == 16) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+  } else if constexpr (sizeof(Words) == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  }
   return v;
 }
 
@@ -116,8 +113,8 @@ __device__ __forceinline__ void store_words(float2* address, float2 v) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
-// Thread block clusters and programmatic dependent launch exist from sm_90 on. Elsewhere no plan uses a cluster, and the
-// launch functions are what they are in a launch without dependents: nothing.
+// Thread block clusters, bulk copies and programmatic dependent launch exist from sm_90 on. Elsewhere no plan uses the first
+// two, and the launch functions are what they are in a launch without dependents: nothing.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -152,15 +149,34 @@ __device__ __forceinline__ void post(std::uint32_t address, float2 v, std::uint3
                "f"(v.x), "f"(v.y), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ void wait_for_bytes(std::uint64_t* barrier) {
+__device__ __forceinline__ void wait_for_bytes(std::uint64_t* barrier, unsigned parity = 0) {
   asm volatile(
       "{\n\t"
       ".reg .pred done;\n\t"
       "again%=:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
       "@!done bra again%=;\n\t"
-      "}" ::"r"(shared_address(barrier))
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
       : "memory");
+}
+
+// Copies into this block's shared memory that count in a barrier, one phase after the other: open, then expect_more_bytes
+// for each phase. Addresses and sizes are multiples of 16 bytes.
+__device__ __forceinline__ void open_barrier(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_more_bytes(std::uint64_t* barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+template <int kBytes>
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, std::uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "n"(kBytes), "r"(shared_address(barrier))
+               : "memory");
 }
 
 #else
@@ -171,7 +187,11 @@ __device__ __forceinline__ std::uint32_t cluster_address(std::uint32_t, unsigned
 __device__ __forceinline__ void expect_bytes(std::uint64_t*, unsigned) {}
 __device__ __forceinline__ void post(std::uint32_t, float4, std::uint32_t) {}
 __device__ __forceinline__ void post(std::uint32_t, float2, std::uint32_t) {}
-__device__ __forceinline__ void wait_for_bytes(std::uint64_t*) {}
+__device__ __forceinline__ void wait_for_bytes(std::uint64_t*, unsigned = 0) {}
+__device__ __forceinline__ void open_barrier(std::uint64_t*) {}
+__device__ __forceinline__ void expect_more_bytes(std::uint64_t*, unsigned) {}
+template <int kBytes>
+__device__ __forceinline__ void copy_bytes(void*, const void*, std::uint64_t*) {}
 #endif
 
 }  // namespace kvonce::cuda

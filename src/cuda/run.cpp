@@ -2,13 +2,11 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <mutex>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/refuse.hpp"
+#include "core/validate.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/cuda_plan.hpp"
 #include "cuda/kernels.hpp"
@@ -22,6 +20,39 @@ void require_success(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();
   throw Error(ErrorCode::Internal, std::string("backend cuda: ") + what + ": " + cudaGetErrorString(status));
+}
+
+/// Makes a device current while it exists.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int ordinal) {
+    require_success(cudaGetDevice(&before_), "device");
+    if (before_ != ordinal) require_success(cudaSetDevice(ordinal), "device");
+    changed_ = before_ != ordinal;
+  }
+  ~CurrentDevice() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+/// The capture that a stream is in: 0 and null when it is in none.
+std::pair<std::uint64_t, cudaGraph_t> capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+  require_success(cudaStreamGetCaptureInfo(stream, &status, &id, &graph), "capture");
+#else
+  require_success(cudaStreamGetCaptureInfo_v2(stream, &status, &id, &graph), "capture");
+#endif
+  if (status != cudaStreamCaptureStatusActive) return {0, nullptr};
+  return {id, graph};
 }
 
 Device unavailable(const std::string& why) {
@@ -52,7 +83,7 @@ Device describe(int ordinal) {
   return device;
 }
 
-std::vector<Device> devices() {
+std::vector<Device> find_devices() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess || count == 0) {
@@ -67,6 +98,12 @@ std::vector<Device> devices() {
   }
   std::vector<Device> found;
   for (int ordinal = 0; ordinal < count; ++ordinal) found.push_back(describe(ordinal));
+  return found;
+}
+
+/// Asked once: a device's properties take milliseconds.
+std::vector<Device> devices() {
+  static const std::vector<Device> found = find_devices();
   return found;
 }
 
@@ -129,7 +166,7 @@ AttendParams make_params(const core::PlanData& data, const Inputs& in, const Out
   a.partial_ml = reinterpret_cast<float2*>(base + plan.partial_ml);
   a.partial_o = reinterpret_cast<float*>(base + plan.partial_o);
   a.scale_log2 = *p.scale * shared::kLog2e;
-  a.max_kv_len = static_cast<std::int32_t>(p.max_kv_len);
+  a.max_kv_len = static_cast<std::int32_t>(core::most_tokens(p, in));
   a.q_len = static_cast<std::int32_t>(p.q_len);
   a.group_size = static_cast<std::int32_t>(p.group_size());
   a.num_kv_heads = static_cast<std::int32_t>(p.num_kv_heads);
@@ -149,41 +186,37 @@ AttendParams make_params(const core::PlanData& data, const Inputs& in, const Out
   return a;
 }
 
-void apply(const KernelShape& shape, AttendParams& a) {
+void apply(const KernelShape& shape, const Problem& p, AttendParams& a) {
   a.shape = shape;
-  const bool fixed = a.kv_lens == nullptr && a.kv_starts == nullptr && a.window == 0 && shape.split_tokens == 0;
+  const bool fixed = a.kv_lens == nullptr && a.max_kv_len == p.max_kv_len && a.kv_starts == nullptr && a.window == 0 &&
+                     shape.split_tokens == 0;
   a.share_tiles = fixed ? shape.share_tiles : -1;
   a.share_rest = shape.share_rest;
   a.share_splits = shape.share_splits;
 }
 
-/// Allows a kernel all the shared memory of a multiprocessor and any cluster size, once for each device.
-void allow_all(const void* kernel) {
-  static std::mutex mutex;
-  static std::set<std::pair<int, const void*>> allowed;
-  int ordinal = 0;
-  require_success(cudaGetDevice(&ordinal), "device");
-  const std::lock_guard lock(mutex);
-  if (allowed.count({ordinal, kernel}) > 0) return;
-  int most = 0;
-  require_success(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "shared memory");
-  cudaFuncAttributes attributes{};
-  require_success(cudaFuncGetAttributes(&attributes, kernel), "kernel");
-  require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       most - static_cast<int>(attributes.sharedSizeBytes)),
-                  "shared memory");
-  if (attributes.binaryVersion >= 90) {
+/// Allows a kernel what the launch needs beyond what every kernel may have. A kernel's limits are the process's: every
+/// call sets the same ones, so that calls of several threads do not undo each other's.
+void allow(const void* kernel, int shared_bytes, int cluster_blocks) {
+  constexpr int kStaticBytes = 12 * 1024;  // more than any kernel's own
+  if (shared_bytes + kStaticBytes > 48 * 1024) {
+    int ordinal = 0;
+    int most = 0;
+    require_success(cudaGetDevice(&ordinal), "device");
+    require_success(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "shared memory");
+    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticBytes),
+                    "shared memory");
+  }
+  if (cluster_blocks > 8) {
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster size");
   }
-  allowed.insert({ordinal, kernel});
 }
 
-void launch(const core::PlanData& data, const void* kernel, int warps, int shared_rows, AttendParams& a,
+void launch(const core::PlanData& data, const void* kernel, int warps, int shared_bytes, AttendParams& a,
             cudaStream_t stream) {
   const Problem& p = data.problem;
-  const int shared_bytes = merge_shared_bytes(a.shape, warps, shared_rows, a.head_dim_v);
   const bool cluster = a.shape.join == kJoinCluster;
-  allow_all(kernel);
+  allow(kernel, shared_bytes, cluster ? a.shape.num_splits : 1);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(static_cast<unsigned>(warps) * 32);
@@ -215,33 +248,30 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
             const Context& context) {
   const Problem& p = data.problem;
   if (p.num_seqs == 0 || p.q_len == 0) return;
+  const CurrentDevice current(data.device.ordinal);
   const CudaPlan& plan = cuda_plan(data);
   AttendParams a = make_params(data, inputs, outputs, workspace);
   a.earlier_kv_ready = data.earlier_kv_ready;
   auto* const stream = static_cast<cudaStream_t>(context.cuda_stream);
   if (plan.mma.exists && to_rows(a.q, a.q_type, a.q_rows) && to_rows(a.k, a.k_type, a.k_rows) &&
       to_rows(a.v, a.v_type, a.v_rows)) {
-    const KernelShape& s = plan.mma;
-    apply(s, a);
-    const bool plain = s.plain && a.kv_starts == nullptr && a.vector_out;
-    const MmaChoice choice = {s.join,
-                              a.head_dim_qk,
-                              a.head_dim_v,
-                              s.row_tiles,
-                              plain,
-                              plain && s.one_step,
-                              plain ? s.step_tiles : step_tiles(a.head_dim_qk),
-                              plain ? s.warps : kWarps};
-    const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(choice) : mma_kernel_f16(choice);
-    launch(data, kernel, choice.warps, plain ? kPlainRows : s.rows_per_block, a, stream);
+    apply(plan.mma, p, a);
+    const bool plain = plan.plain.has_value() && a.kv_starts == nullptr && a.vector_out;
+    const MmaInstance& instance = plain ? *plan.plain : plan.instance;
+    const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(instance) : mma_kernel_f16(instance);
+    const int shared_bytes = merge_shared_bytes(a.shape, instance.warps, plain ? kPlainRows : a.shape.rows_per_block,
+                                                a.head_dim_v, instance.kv_bytes);
+    launch(data, kernel, instance.warps, shared_bytes, a, stream);
   } else {
-    apply(plan.generic, a);
-    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, a.shape.rows_per_block, a, stream);
+    apply(plan.generic, p, a);
+    const int shared_bytes = merge_shared_bytes(a.shape, kWarps, a.shape.rows_per_block, a.head_dim_v, 0);
+    launch(data, generic_kernel(std::max(a.head_dim_qk, a.head_dim_v)), kWarps, shared_bytes, a, stream);
   }
 }
 
 void prepare_workspace(const core::PlanData& data, void* workspace, const Context& context) {
   if (data.workspace.total_bytes == 0) return;
+  const CurrentDevice current(data.device.ordinal);
   const CudaPlan& plan = cuda_plan(data);
   auto* words = reinterpret_cast<std::uint32_t*>(aligned_base(workspace));
   auto first_partial = static_cast<std::int64_t>(plan.partial_ml / 4);
@@ -256,6 +286,7 @@ void prepare_workspace(const core::PlanData& data, void* workspace, const Contex
 
 void check_workspace(const core::PlanData& data, void* workspace, const Context& context) {
   if (data.workspace.total_bytes == 0) return;
+  const CurrentDevice current(data.device.ordinal);
   auto* const stream = static_cast<cudaStream_t>(context.cuda_stream);
   std::uint32_t header[2] = {};
   require_success(cudaMemcpyAsync(header, aligned_base(workspace), sizeof header, cudaMemcpyDeviceToHost, stream),
@@ -266,11 +297,26 @@ void check_workspace(const core::PlanData& data, void* workspace, const Context&
   }
   if (header[1] != 0) {
     core::refuse(ErrorCode::InvalidArgument, "kv_lens", "a length that had to be clamped",
-                 "0 to max_kv_len = " + std::to_string(data.problem.max_kv_len));
+                 "0 to the call's kv_len, at most max_kv_len = " + std::to_string(data.problem.max_kv_len));
   }
 }
 
 }  // namespace
+
+std::uint64_t capture_id(void* stream, int ordinal) {
+  const CurrentDevice current(ordinal);
+  return capture_of(static_cast<cudaStream_t>(stream)).first;
+}
+
+void retain_in_capture(void* stream, int ordinal, void (*release)(void*), void* object) {
+  const CurrentDevice current(ordinal);
+  cudaGraph_t const graph = capture_of(static_cast<cudaStream_t>(stream)).second;
+  if (graph == nullptr)
+    core::refuse(ErrorCode::InvalidArgument, "stream", "one without a capture", "one that captures");
+  cudaUserObject_t user_object = nullptr;
+  require_success(cudaUserObjectCreate(&user_object, object, release, 1, cudaUserObjectNoDestructorSync), "capture");
+  require_success(cudaGraphRetainUserObject(graph, user_object, 1, cudaGraphUserObjectMove), "capture");
+}
 
 Device device(int ordinal) {
   const std::vector<Device> found = devices();

@@ -10,42 +10,23 @@
 
 #include <type_traits>
 
-#include "cuda/merge.cuh"
-#include "cuda/params.hpp"
-#include "cuda/ptx.cuh"
+#include "cuda/kv_tile.cuh"
 #include "cuda/work.cuh"
 
 namespace kvonce::cuda {
 
-/// The first row of a head.
-template <typename T>
-__device__ __forceinline__ const T* first_row(const Rows& rows, int seq, int head) {
-  const std::int64_t pieces = static_cast<std::int64_t>(seq) * rows.seq + static_cast<std::int64_t>(head) * rows.head;
-  return reinterpret_cast<const T*>(rows.data + 16 * pieces);
-}
-template <typename T>
-__device__ __forceinline__ const T* row_of(const T* first, int row, std::int32_t row_bytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(first) + static_cast<std::int64_t>(row) * row_bytes);
-}
-
-/// Dims are multiples of 16. K goes in parts of 32 dims, V in parts of 64; what is left takes shorter loads.
-template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, class K>
-struct Tile {
-  // More than two tiles of rows leave no registers for q.
-  static constexpr bool kSharedQ = kRowTiles > 2;
-  static constexpr int kPartsK = kDimQk / 32;
-  static constexpr bool kHalfK = kDimQk % 32 != 0;
-  static constexpr int kPartsV = kDimV / 64;
-  static constexpr bool kHalfV = kDimV % 64 >= 32;
-  static constexpr bool kQuarterV = kDimV % 32 != 0;
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, bool kStaged, class K>
+struct Tile : KvTile<T, kDimQk, kDimV, kTokenTiles, kStaged> {
+  using Kv = KvTile<T, kDimQk, kDimV, kTokenTiles, kStaged>;
+  using Kv::g;
+  using Kv::kHalfK;
+  using Kv::kHalfV;
+  using Kv::kPartsK;
+  using Kv::kPartsV;
+  using Kv::t;
+  // More than two tiles of rows or 256 dims leave no registers for q.
+  static constexpr bool kSharedQ = kRowTiles > 2 || kStaged;
   static constexpr int kOutTiles = kDimV / 16;
-
-  // K: tokens g and g + 8. V: tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-  uint4 k[kTokenTiles][2][kPartsK > 0 ? kPartsK : 1];
-  uint2 k_half[kTokenTiles][2];
-  uint4 v[kTokenTiles][4][kPartsV > 0 ? kPartsV : 1];
-  uint2 v_half[kTokenTiles][4];
-  std::uint32_t v_quarter[kTokenTiles][4];
 
   uint4 q[kSharedQ ? 1 : kRowTiles][kPartsK > 0 ? kPartsK : 1];
   uint2 q_half[kRowTiles];
@@ -56,11 +37,6 @@ struct Tile {
   float m[kRowTiles][2];  // running maximum, log2
   float l[kRowTiles][2];  // this lane's part of the sum
   float o[kRowTiles][kOutTiles][4];
-
-  const T* k_base;
-  const T* v_base;
-  int g;
-  int t;
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -110,35 +86,6 @@ struct Tile {
       return q[n][part];
   }
 
-  // Tokens past the last are read as the last one: their probabilities are zero, and their bytes are valid.
-  __device__ __forceinline__ void load_keys(const AttendParams& params, int token, int end) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const T* const from = row_of(k_base, min(token + 16 * s + g + 8 * i, end - 1), params.k_rows.token);
-#pragma unroll
-        for (int part = 0; part < kPartsK; ++part) k[s][i][part] = load_stream(from + 32 * part + 8 * t);
-        if constexpr (kHalfK) k_half[s][i] = load_stream_8(from + 32 * kPartsK + 4 * t);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_values(const AttendParams& params, int token, int end) {
-#pragma unroll
-    for (int s = 0; s < kTokenTiles; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const T* const from =
-            row_of(v_base, min(token + 16 * s + 2 * t + (i & 1) + (i >> 1) * 8, end - 1), params.v_rows.token);
-#pragma unroll
-        for (int part = 0; part < kPartsV; ++part) v[s][i][part] = load_stream(from + 64 * part + 8 * g);
-        if constexpr (kHalfV) v_half[s][i] = load_stream_8(from + 64 * kPartsV + 4 * g);
-        if constexpr (kQuarterV) v_quarter[s][i] = load_stream_4(from + kDimV - 16 + 2 * g);
-      }
-    }
-  }
-
   /// [2] Scaled scores (log2) of a step's tokens.
   __device__ __forceinline__ void score_tokens(float scale_log2) {
 #pragma unroll
@@ -149,14 +96,16 @@ struct Tile {
         float odd[4] = {0.0F, 0.0F, 0.0F, 0.0F};
 #pragma unroll
         for (int part = 0; part < kPartsK; ++part) {
-          const uint4 a = k[s][0][part];
-          const uint4 b = k[s][1][part];
+          const uint4 a = this->key(s, 0, part);
+          const uint4 b = this->key(s, 1, part);
           const uint4 rows = q_part(n, part);
           mma(even, a.x, b.x, a.y, b.y, rows.x, rows.y, T());
           mma(odd, a.z, b.z, a.w, b.w, rows.z, rows.w, T());
         }
         if constexpr (kHalfK) {
-          mma(even, k_half[s][0].x, k_half[s][1].x, k_half[s][0].y, k_half[s][1].y, q_half[n].x, q_half[n].y, T());
+          const uint2 a = this->key_half(s, 0);
+          const uint2 b = this->key_half(s, 1);
+          mma(even, a.x, b.x, a.y, b.y, q_half[n].x, q_half[n].y, T());
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[s][n][i] = (even[i] + odd[i]) * scale_log2;
@@ -247,28 +196,6 @@ struct Tile {
     }
   }
 
-  // Calls each(out_tile, words): of V's dims (a, a + 1), tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
-  template <class Each>
-  __device__ __forceinline__ void for_values(int s, const Each& each) const {
-#pragma unroll
-    for (int part = 0; part < kPartsV; ++part) {
-      const uint4(&x)[4] = {v[s][0][part], v[s][1][part], v[s][2][part], v[s][3][part]};
-      each(4 * part + 0, x[0].x, x[1].x, x[2].x, x[3].x);
-      each(4 * part + 1, x[0].y, x[1].y, x[2].y, x[3].y);
-      each(4 * part + 2, x[0].z, x[1].z, x[2].z, x[3].z);
-      each(4 * part + 3, x[0].w, x[1].w, x[2].w, x[3].w);
-    }
-    if constexpr (kHalfV) {
-      const uint2(&x)[4] = v_half[s];
-      each(4 * kPartsV + 0, x[0].x, x[1].x, x[2].x, x[3].x);
-      each(4 * kPartsV + 1, x[0].y, x[1].y, x[2].y, x[3].y);
-    }
-    if constexpr (kQuarterV) {
-      const std::uint32_t(&x)[4] = v_quarter[s];
-      each(kOutTiles - 1, x[0], x[1], x[2], x[3]);
-    }
-  }
-
   // Probabilities as the operand of a product with V.
   __device__ __forceinline__ void pack_probabilities(int s, std::uint32_t (&low)[kRowTiles],
                                                      std::uint32_t (&high)[kRowTiles]) const {
@@ -286,7 +213,7 @@ struct Tile {
       std::uint32_t low[kRowTiles];
       std::uint32_t high[kRowTiles];
       pack_probabilities(s, low, high);
-      for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
+      this->for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
         const std::uint32_t a0 = __byte_perm(v0, v1, 0x5410);
         const std::uint32_t a1 = __byte_perm(v0, v1, 0x7632);
         const std::uint32_t a2 = __byte_perm(v2, v3, 0x5410);
@@ -306,7 +233,7 @@ struct Tile {
     };
 #pragma unroll
     for (int s = 0; s < kTokenTiles; ++s) {
-      for_values(s, [&](int, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
+      this->for_values(s, [&](int, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
         look(v0), look(v1), look(v2), look(v3);
       });
     }
@@ -336,7 +263,7 @@ struct Tile {
             seen[n][j] = at >= range.begin && at < min(range.end, end);
           }
         }
-        for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
+        this->for_values(s, [&](int out_tile, std::uint32_t v0, std::uint32_t v1, std::uint32_t v2, std::uint32_t v3) {
 #pragma unroll
           for (int n = 0; n < kRowTiles; ++n) {
             float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};

@@ -309,6 +309,26 @@ TEST(ValidateTest, KvLensLieBetweenZeroAndMaxKvLen) {
   default_lens.expect_accepted();
 }
 
+TEST(ValidateTest, KvLenLiesBetweenZeroAndMaxKvLenAndBoundsTheLengths) {
+  for (const std::int64_t bad : {-2, 101}) {
+    Call call;
+    call.inputs.kv_len = bad;
+    call.expect_refused_input("kv_len", std::to_string(bad));
+  }
+  Call shorter;
+  shorter.inputs.kv_len = 99;
+  shorter.expect_refused_input("kv_lens[2]", "100");
+  shorter.kv_lens[2] = 99;
+  shorter.expect_accepted();
+  Call uniform;
+  uniform.inputs.kv_lens = nullptr;
+  uniform.inputs.kv_len = 0;
+  uniform.inputs.k.data = uniform.inputs.v.data = nullptr;
+  uniform.expect_accepted();
+  uniform.inputs.kv_len = 1;
+  uniform.expect_refused_input("k.data", "null");
+}
+
 TEST(ValidateTest, KvStartsLieBetweenZeroAndTheLengthOfTheirSequence) {
   Call call;
   call.inputs.kv_starts = call.kv_starts.data();

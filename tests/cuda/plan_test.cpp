@@ -109,12 +109,27 @@ TEST(CudaPlanTest, KernelIdNamesTheKernelForFormatsDimsAndRows) {
   p.q_dtype = DType::f32;
   EXPECT_EQ(id(p), "attend_sm_90_f16_dany_r8");
   p.q_dtype = DType::f16;
-  for (const auto& [dim, rows] : std::vector<std::pair<std::int64_t, int>>{{72, 8}, {136, 4}, {512, 2}, {1024, 1}}) {
+  for (const auto& [dim, rows] : std::vector<std::pair<std::int64_t, int>>{{72, 8}, {136, 4}, {520, 1}, {1024, 1}}) {
     p.head_dim_qk = dim;
     EXPECT_EQ(id(p), "attend_sm_90_f16_dany_r" + std::to_string(rows));
   }
   EXPECT_EQ(std::string(make_plan(bf16_problem(), hopper("sm_120")).kernel_id()),
             "attend_sm_120_bf16_d128x128_r8_plain");
+}
+
+// K and V of more than 256 dims come through shared memory, by copies that exist from sm_90 on.
+TEST(CudaPlanTest, DimsAbove256NeedBulkCopiesAndSharedMemory) {
+  Problem p = bf16_problem(16, 1, 576);
+  p.head_dim_v = 512;
+  const auto id = [&p](const Device& device) { return std::string(make_plan(p, device).kernel_id()); };
+  EXPECT_EQ(id(hopper()), "attend_sm_90_bf16_d576x512_r8");
+  EXPECT_GT(cuda_plan(make_plan(p, hopper())).instance.kv_bytes, 4 * 16 * (576 + 512) * 2);
+  EXPECT_EQ(id(hopper("sm_80")), "attend_sm_80_bf16_dany_r1");
+  Device small = hopper("sm_120");
+  small.l1_bytes = 100 * 1024;
+  EXPECT_EQ(id(small), "attend_sm_120_bf16_dany_r1");
+  EXPECT_NE(make_plan(p, small).explain().find("not on this device"), std::string::npos)
+      << make_plan(p, small).explain();
 }
 
 TEST(CudaPlanTest, EveryListedTensorCoreKernelIsChosen) {
@@ -165,13 +180,16 @@ TEST(CudaPlanTest, FewSplitsJoinInAWayOfTheirOwn) {
   EXPECT_EQ(cuda_plan(make_plan(p, hopper(), with("splits=1"))).mma.join, kJoinWorkspace);
   EXPECT_EQ(cuda_plan(make_plan(p, hopper(), with("splits=5"))).mma.join, kJoinWorkspace);
   EXPECT_EQ(cuda_plan(make_plan(bf16_problem(1, 32), hopper())).mma.join, kJoinWorkspace) << "one slice each";
+  const Plan chunks = make_plan(p, hopper(), with("chunk_tokens=2048"));
+  EXPECT_EQ(cuda_plan(chunks).mma.num_splits, 2);
+  EXPECT_EQ(cuda_plan(chunks).mma.join, kJoinWorkspace) << "a row's bits would depend on the capacity";
 }
 
 TEST(CudaPlanTest, PlainDecodeHasInstancesOfItsOwn) {
   const auto is_plain = [](const Problem& p, const char* policy = "") {
     const Plan plan = make_plan(p, hopper(), with(policy));
     const bool named = plan.kernel_id().find("_plain") != std::string::npos;
-    EXPECT_EQ(named, cuda_plan(plan).mma.plain) << plan.kernel_id();
+    EXPECT_EQ(named, cuda_plan(plan).plain.has_value()) << plan.kernel_id();
     return named;
   };
   for (const std::int64_t group : {1, 4, 7, 8}) {
@@ -197,17 +215,16 @@ TEST(CudaPlanTest, PlainDecodeHasInstancesOfItsOwn) {
 
 // A body without a loop, where no warp has a second step.
 TEST(CudaPlanTest, ShortSplitsTakeOneStep) {
-  const auto shape_of = [](const Problem& p, const char* policy) {
-    return cuda_plan(make_plan(p, hopper(), with(policy))).mma;
-  };
   for (const std::int64_t dim : {64, 128}) {
     for (const std::int64_t kv_len : {1, 100, 1000, 2048, 3000, 8192, 20000}) {
       for (const char* policy : {"", "cluster=0", "cluster=0,splits=7", "cluster=1,splits=16"}) {
-        const KernelShape s = shape_of(bf16_problem(8, 4, dim, kv_len), policy);
+        const Plan plan = make_plan(bf16_problem(8, 4, dim, kv_len), hopper(), with(policy));
+        const KernelShape& s = cuda_plan(plan).mma;
+        const MmaInstance& plain = cuda_plan(plan).plain.value();
         const std::int64_t most = s.share_tiles + (s.share_rest > 0 ? 1 : 0);
-        EXPECT_EQ(s.one_step, most <= (dim == 64 ? 32 : 16)) << dim << " " << kv_len << " " << policy;
-        if (s.one_step) {
-          EXPECT_GE(s.warps * s.step_tiles, most);
+        EXPECT_EQ(plain.one_step, most <= (dim == 64 ? 32 : 16)) << dim << " " << kv_len << " " << policy;
+        if (plain.one_step) {
+          EXPECT_GE(plain.warps * plain.step_tiles, most);
         }
       }
     }

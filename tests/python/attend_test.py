@@ -69,7 +69,8 @@ class AttendTest(unittest.TestCase):
         self.check(tensors(num_seqs=3), kv_lens=lens)
 
     def test_windows_and_scales(self):
-        for options in ({"window": 1}, {"window": 100}, {"window": 5000}, {"scale": 0.3}, {"window": 17, "scale": 1.0}):
+        for options in ({"window": 1}, {"window": 100}, {"window": 5000}, {"scale": 0.3}, {"window": 17, "scale": 1.0},
+                        {"softcap": 2.0, "scale": 1.0}):
             with self.subTest(**options):
                 self.check(tensors(q_len=4, num_seqs=2), kv_lens=[333, 90], **options)
         arrays = tensors()

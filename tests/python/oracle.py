@@ -13,7 +13,7 @@ def values(shape, seed, dtype="float32"):
     return numpy.random.default_rng(seed).standard_normal(shape, dtype="float32").astype(dtype)
 
 
-def attention(q, k, v, *, scale=None, causal=True, window=0, kv_lens=None, kv_starts=None, sinks=None):
+def attention(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, kv_lens=None, kv_starts=None, sinks=None):
     """(out, lse) in float64 of arrays shaped as kvonce.attend's."""
     q, k, v = (numpy.asarray(array).astype("float64") for array in (q, k, v))
     num_seqs, num_q_heads, q_len, head_dim = q.shape
@@ -30,6 +30,8 @@ def attention(q, k, v, *, scale=None, causal=True, window=0, kv_lens=None, kv_st
         end = max(begin, end)
         factor = head_dim ** -0.5 if scale is None else scale
         scores = k[seq, head // group_size, begin:end] @ q[seq, head, row] * factor
+        if softcap:
+            scores = softcap * numpy.tanh(scores / softcap)
         logits = scores if sinks is None else numpy.append(scores, float(sinks[head]))
         if not logits.size:
             continue

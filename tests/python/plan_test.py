@@ -3,6 +3,7 @@ import concurrent.futures
 import importlib.metadata
 import importlib.resources
 import inspect
+import os
 import subprocess
 import sys
 import sysconfig
@@ -57,6 +58,8 @@ class PlanTest(unittest.TestCase):
                 plan.attend(*arrays)
         with self.assertRaisesRegex(ValueError, "^sinks: got a pointer"):
             plan.attend(q, k, v, sinks=[0.0] * 4)
+        with self.assertRaisesRegex(ValueError, "^stream: got 0, allowed: None for CPU memory$"):
+            plan.attend(q, k, v, stream=0)
 
     def test_several_threads_use_one_plan(self):
         plan = kvonce.plan(8, 2, 64, 3000, threads=1)
@@ -86,9 +89,19 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(text, kvonce.plan(32, 4, 128, 8192, k_format="float16").explain())
         self.assertIn("read factor", text)
 
+    def test_devices_that_are_not_there(self):
+        for name in ("cuda:x", "gpu", "cuda:", "cuda:-1", "cud"):
+            with self.assertRaisesRegex(ValueError, f"^device: got '{name}', allowed: cpu, cuda, cuda:0"):
+                kvonce.plan(4, 2, 64, 90, device=name)
+        self.assertEqual(kvonce.plan(4, 2, 64, 90, device="cpu").device, "cpu")
+        with self.assertRaisesRegex(RuntimeError, "backend cuda|ordinal: got 999"):
+            kvonce.explain(4, 2, 64, 90, device="cuda:999")
+        with self.assertRaisesRegex(ValueError, "^threads: got 2, allowed: None on cuda:0$"):
+            kvonce.plan(4, 2, 64, 90, device="cuda", threads=2)
+
     def test_formats_that_are_not_served(self):
-        with self.assertRaisesRegex(NotImplementedError, "q8_0"):
-            kvonce.plan(32, 4, 128, 8192, k_format="q8_0")
+        with self.assertRaisesRegex(NotImplementedError, "f8_e4m3"):
+            kvonce.plan(32, 4, 128, 8192, k_format="f8_e4m3")
         with self.assertRaisesRegex(ValueError, "^v_format: got 'q9', allowed: float32, float16, bfloat16$"):
             kvonce.plan(32, 4, 128, 8192, v_format="q9")
 
@@ -131,7 +144,12 @@ class MergeTest(unittest.TestCase):
 
 
 class PackageTest(unittest.TestCase):
+    def skip_unless_installed(self):
+        if os.environ.get("KVONCE_PYTHON_PACKAGE"):
+            self.skipTest("the package is that of a build folder, KVONCE_PYTHON_PACKAGE")
+
     def test_version(self):
+        self.skip_unless_installed()
         self.assertEqual(kvonce.__version__, importlib.metadata.version("kvonce"))
 
     def test_devices(self):
@@ -142,6 +160,7 @@ class PackageTest(unittest.TestCase):
         self.assertIn(usable[0].target, repr(usable[0]))
 
     def test_the_command_is_installed(self):
+        self.skip_unless_installed()
         command = pathlib.Path(sysconfig.get_path("scripts")) / "kvonce"
         case = "8q/2kv d64 kv=100 q=1 seqs=1"
         run = subprocess.run([command, "explain", case], capture_output=True, text=True, check=False)

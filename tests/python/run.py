@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Runs every *_test.py beside this file against the installed package.
+"""Runs every *_test.py beside this file, or of another folder, against the installed package.
 
-usage: run.py [--junit FILE] [NAME...]   NAME: any part of a test's id; FILE: as scripts/sum_tests.py reads it
+usage: run.py [--junit FILE] [--tests FOLDER] [--file PATTERN] [NAME...]
+NAME: any part of a test's id; FILE: as scripts/sum_tests.py reads it; PATTERN: of file names, default *_test.py
 Exit 1 when a test failed or none ran.
 """
 import argparse
@@ -60,10 +61,10 @@ def flatten(suite):
             yield test
 
 
-def write_junit(path, cases):
-    root = ElementTree.Element("testsuite", name="python", tests=str(len(cases)))
+def write_junit(path, suite, cases):
+    root = ElementTree.Element("testsuite", name=suite, tests=str(len(cases)))
     for name, (state, seconds, text) in cases.items():
-        case = ElementTree.SubElement(root, "testcase", name=f"python.{name}", status=state, time=f"{seconds:.3f}")
+        case = ElementTree.SubElement(root, "testcase", name=f"{suite}.{name}", status=state, time=f"{seconds:.3f}")
         if state != "run":
             ElementTree.SubElement(case, "failure" if state == "fail" else "skipped", message=text)
     ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
@@ -72,14 +73,17 @@ def write_junit(path, cases):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--junit", type=pathlib.Path)
+    parser.add_argument("--tests", type=pathlib.Path, default=HERE)
+    parser.add_argument("--file", default="*_test.py")
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(HERE))
-    tests = [test for test in flatten(unittest.defaultTestLoader.discover(str(HERE), pattern="*_test.py"))
+    folder = str(arguments.tests.resolve())
+    sys.path.insert(0, folder)
+    tests = [test for test in flatten(unittest.defaultTestLoader.discover(folder, pattern=arguments.file))
              if not arguments.names or any(name in test.id() for name in arguments.names)]
     result = unittest.TextTestRunner(resultclass=Result, verbosity=2).run(unittest.TestSuite(tests))
     if arguments.junit:
-        write_junit(arguments.junit, result.cases)
+        write_junit(arguments.junit, arguments.tests.resolve().name, result.cases)
     return 0 if result.wasSuccessful() and result.testsRun > len(result.skipped) else 1
 
 

@@ -48,6 +48,15 @@ class TorchTest(unittest.TestCase):
         with unittest.mock.patch.object(torch.Tensor, "__dlpack__", side_effect=AssertionError("called")):
             self.assertTrue(torch.equal(kvonce.attend(*arrays), expected))
 
+    def test_tensors_cross_without_the_c_exchange_api(self):
+        arrays = self.tensors(torch.bfloat16)
+        expected = kvonce.attend(*arrays, kv_lens=[200, 20])
+        with unittest.mock.patch.object(torch.Tensor, "__dlpack_c_exchange_api__", None, create=True):
+            got = kvonce.attend(*arrays, kv_lens=torch.tensor([200, 20]), out=torch.empty_like(expected))
+            with self.assertRaisesRegex(ValueError, "^k: got an object of type Tensor"):
+                kvonce.attend(arrays[0], arrays[1].to("meta"), arrays[2])
+        self.assertTrue(torch.equal(got, expected))
+
     def test_merge_and_plan(self):
         q, k, v = self.tensors(torch.float32)
         plan = kvonce.plan(9, 3, 64, 200, num_seqs=2, causal=False)

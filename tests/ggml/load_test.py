@@ -1,0 +1,116 @@
+"""What kvonce.ggml.load() finds and refuses, and which hosts the library refuses, each with a reason."""
+import ctypes
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+import unittest.mock
+
+from kvonce import ggml as kvonce_ggml
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def run(program, **environment):
+    """A new process: what is loaded stays loaded."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **environment}, check=False)
+
+
+class LoadTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.library = kvonce_ggml.library()
+        kvonce = ctypes.CDLL(cls.library)
+        kvonce.kvonce_ggml_error.restype = ctypes.c_char_p
+        cls.kvonce = kvonce
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+    def fake_host(self, name, version, op="FLASH_ATTN_EXT"):
+        path = pathlib.Path(self.folder.name) / f"lib{name}.so"
+        defines = [f'-DFAKE_OP="{op}"'] + ([f'-DFAKE_VERSION="{version}"'] if version else [])
+        subprocess.run(["cc", "-shared", "-fPIC", "-O0", *defines, "-o", path, HERE / "fake_host.c", "-ldl"], check=True)
+        host = ctypes.CDLL(str(path))
+        host.fake_load.restype = ctypes.c_void_p
+        return host
+
+    def refusal_of(self, host):
+        self.assertIsNone(host.fake_load(self.library.encode()))
+        return self.kvonce.kvonce_ggml_error().decode()
+
+    def test_another_version_is_refused(self):
+        reason = self.refusal_of(self.fake_host("older", "0.9.4"))
+        self.assertIn("libolder.so is ggml 0.9.4; this libggml-kvonce was built for ggml ", reason)
+
+    def test_no_version_is_refused(self):
+        self.assertIn("has no ggml_version()", self.refusal_of(self.fake_host("ancient", None)))
+
+    def test_other_operations_are_refused(self):
+        import llama_cpp.llama_cpp
+        version = llama_cpp.llama_cpp._lib.ggml_version
+        version.restype = ctypes.c_char_p
+        reason = self.refusal_of(self.fake_host("shifted", version().decode(), "CONV_2D"))
+        self.assertIn("'CONV_2D', the headers call it FLASH_ATTN_EXT", reason)
+
+    def test_incomplete_host_is_refused(self):
+        import llama_cpp.llama_cpp
+        version = llama_cpp.llama_cpp._lib.ggml_version
+        version.restype = ctypes.c_char_p
+        self.assertIn("lacks functions of ggml-backend.h", self.refusal_of(self.fake_host("partial", version().decode())))
+
+    def test_load_twice(self):
+        done = run("from kvonce import ggml; a = ggml.load(); assert ggml.load() == a; print(ggml.statistics())")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("'ops_served': 0", done.stdout)
+
+    def test_the_device_is_an_accelerator(self):
+        done = run("from kvonce import ggml; ggml.load()\n"
+                   "import ctypes, llama_cpp.llama_cpp as c\n"
+                   "c._lib.ggml_backend_dev_by_name.restype = ctypes.c_void_p\n"
+                   "device = ctypes.c_void_p(c._lib.ggml_backend_dev_by_name(b'kvonce'))\n"
+                   "print(device.value is not None, c._lib.ggml_backend_dev_type(device))")
+        self.assertEqual(done.stdout.split(), ["True", "3"], done.stderr)
+
+    def test_environment_names_the_library(self):
+        done = run("from kvonce import ggml; print(ggml.load())", KVONCE_GGML_LIBRARY=self.library)
+        self.assertEqual(done.stdout.strip(), self.library, done.stderr)
+        done = run("from kvonce import ggml; ggml.load()", KVONCE_GGML_LIBRARY="/nowhere/libggml-kvonce.so")
+        self.assertIn("RuntimeError: KVONCE_GGML_LIBRARY: got '/nowhere/libggml-kvonce.so', which is no file", done.stderr)
+
+    def test_not_a_library(self):
+        wrong = pathlib.Path(self.folder.name) / "wrong.so"
+        wrong.write_text("not a library")
+        done = run(f"from kvonce import ggml; ggml.load({str(wrong)!r})")
+        self.assertIn("cannot be loaded", done.stderr)
+        self.assertIn("RuntimeError", done.stderr)
+
+    def test_statistics_need_load(self):
+        done = run("from kvonce import ggml; ggml.statistics()")
+        self.assertIn("RuntimeError: kvonce.ggml.load() was not called", done.stderr)
+
+    def test_no_llama_cpp(self):
+        done = run("import sys; sys.modules['llama_cpp'] = None\nfrom kvonce import ggml; ggml.load()")
+        self.assertIn("ModuleNotFoundError", done.stderr)
+
+    def test_statistics_at_exit(self):
+        program = "from kvonce import ggml; ggml.load()"
+        self.assertIn("kvonce for ggml: served 0 attention ops", run(program, KVONCE_GGML_STATS="1").stderr)
+        self.assertNotIn("kvonce for ggml", run(program, KVONCE_GGML_STATS="0").stderr)
+
+    def test_ggml_backend_path(self):
+        """What llama.cpp's own programs do: ggml_backend_load_all() loads the library that GGML_BACKEND_PATH names."""
+        program = ("import ctypes, llama_cpp.llama_cpp as c\nc._lib.ggml_backend_load_all()\n"
+                   "c._lib.ggml_backend_dev_by_name.restype = ctypes.c_void_p\n"
+                   "print(c._lib.ggml_backend_dev_by_name(b'kvonce') is not None)")
+        self.assertEqual(run(program, GGML_BACKEND_PATH=self.library).stdout.strip(), "True")
+        self.assertEqual(run(program).stdout.strip(), "False")
+
+
+if __name__ == "__main__":
+    unittest.main()
