@@ -147,8 +147,8 @@ class Call {
   [[nodiscard]] std::int64_t fetch_bytes(const TensorView& view, KvFormat format, std::int64_t dims,
                                          bool first_head) const {
     const std::int64_t row = format_bytes(format, dims);
-    const bool side_by_side = view.head_stride * element_bytes(format) == row &&
-                              view.token_stride == p_.num_kv_heads * view.head_stride;
+    const bool side_by_side =
+        view.head_stride * element_bytes(format) == row && view.token_stride == p_.num_kv_heads * view.head_stride;
     return first_head && side_by_side ? p_.num_kv_heads * row : row;
   }
 
