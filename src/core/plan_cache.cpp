@@ -4,21 +4,16 @@
 #include <bit>
 #include <cstdint>
 #include <iterator>
-#include <limits>
-#include <string>
 
 #include "core/refuse.hpp"
 
 namespace kvonce {
 namespace {
 
-/// Values that no plan is made for stay as they are: make_plan refuses them.
+/// Beyond 2^30 nothing is gained; what no plan is made for is left for make_plan to refuse.
 std::int64_t round_up(std::int64_t max_kv_len) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  if (max_kv_len < 1 || max_kv_len > kMost) return max_kv_len;
-  const auto eighth = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(max_kv_len)) / 8);
-  const std::int64_t unit = std::max<std::int64_t>(eighth, 1);
-  return std::min((max_kv_len + unit - 1) / unit * unit, kMost);
+  if (max_kv_len < 1 || max_kv_len > (1LL << 30)) return max_kv_len;
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(max_kv_len)));
 }
 
 }  // namespace
