@@ -1,5 +1,5 @@
-// per_head.cu as C functions for scripts. Pointers are device memory, strides are in elements, q, K, V and out are of one dtype.
-// Calls enqueue on cuda_stream, a cudaStream_t, allocate nothing and may be captured in a graph.
+// per_head.cu as C functions for scripts. Pointers are device memory, strides are in elements; q, K, V and out are of one
+// dtype. Calls enqueue on cuda_stream, a cudaStream_t, allocate nothing and may be captured in a graph.
 #include <exception>
 #include <string>
 
@@ -11,7 +11,8 @@ namespace {
 
 thread_local std::string last_error;
 
-kvonce::Problem problem(int dtype, int num_seqs, int num_q_heads, int num_kv_heads, int head_dim, int kv_len, float scale) {
+kvonce::Problem problem(int dtype, int num_seqs, int num_q_heads, int num_kv_heads, int head_dim, int kv_len,
+                        float scale) {
   kvonce::Problem problem;
   problem.num_seqs = num_seqs;
   problem.num_q_heads = num_q_heads;
@@ -32,12 +33,13 @@ KVONCE_PEER long long kvonce_bench_per_head_workspace_bytes(int num_rows, int he
   return static_cast<long long>(kvonce::bench::cuda::PerHead(rows).workspace_bytes());
 }
 
-// One query token per sequence. dtype: 0 f32, 1 f16, 2 bf16. out: [num_seqs, num_q_heads, head_dim], packed. Returns 0, or 1 and
-// kvonce_bench_per_head_error() says why.
-KVONCE_PEER int kvonce_bench_per_head(int dtype, int num_seqs, int num_q_heads, int num_kv_heads, int head_dim, int kv_len,
-                                      float scale, const void* q, long long q_seq, long long q_head, const void* k,
-                                      long long k_seq, long long k_head, long long k_token, const void* v, long long v_seq,
-                                      long long v_head, long long v_token, void* out, void* workspace, void* cuda_stream) {
+// One query token per sequence. dtype: 0 f32, 1 f16, 2 bf16. out: [num_seqs, num_q_heads, head_dim], packed. Returns 0, or 1
+// and kvonce_bench_per_head_error() says why.
+KVONCE_PEER int kvonce_bench_per_head(int dtype, int num_seqs, int num_q_heads, int num_kv_heads, int head_dim,
+                                      int kv_len, float scale, const void* q, long long q_seq, long long q_head,
+                                      const void* k, long long k_seq, long long k_head, long long k_token,
+                                      const void* v, long long v_seq, long long v_head, long long v_token, void* out,
+                                      void* workspace, void* cuda_stream) {
   try {
     kvonce::Inputs inputs;
     inputs.q = {q, q_seq, q_head, head_dim};
