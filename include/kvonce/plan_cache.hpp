@@ -26,7 +26,7 @@ class KVONCE_API PlanCache {
   explicit PlanCache(std::size_t max_plans = 64);
 
   /// make_plan(problem, device, options) with problem.max_kv_len rounded up, or what an earlier call of equal arguments
-  /// got. Rounding is to an eighth of the power of two below, so that a growing cache meets eight plans per doubling.
+  /// got. Rounding is to a power of two: a growing cache meets one plan per doubling, and lengths up to 2^30 split evenly.
   /// Rules are equal when they are the same object (options.policy_file). Beyond max_plans the plan that was found
   /// longest ago is dropped; who holds it keeps it. Errors as make_plan(); nothing is kept then.
   [[nodiscard]] std::shared_ptr<CachedPlan> find(Problem problem, const Device& device,

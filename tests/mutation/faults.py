@@ -62,7 +62,7 @@ FAULTS = [
     ("pair products skip the last values of q", DOT, "dim + i < task.head_dim_qk ?", "dim + i + 1 < task.head_dim_qk ?"),
     ("hidden keys off by one", BIAS, "key >= range.begin && key < range.end ? 0.0F", "key >= range.begin && key <= range.end ? 0.0F"),
     ("runs of unequal visibility", CHUNK, "seen[end] == seen[begin];) ++end;", "seen[end] != 0;) ++end;"),
-    ("hidden steps are read", CHUNK, "if (task_.rules.mask == MaskKind::none) return token;", "return token;"),
+    ("hidden steps are read", BIAS, "shows == 0 ? Seen::none :", "shows == 0 ? Seen::some :"),
     ("a step that some row sees is skipped", BIAS, "for (std::int64_t row = first_row + 1; row < first_row + num_rows && seen", "for (std::int64_t row = first_row + 1; row < first_row && seen"),
     ("zero entries in 16 bits hide the others", BIAS, "return static_cast<std::uint16_t>(x & 0x7fff);", "return static_cast<std::uint16_t>(x & 0x7c00 ? 0 : 1);"),
     ("mask of the row before", BIAS, "rules.mask == MaskKind::none || task.rules.mask_head_stride == 0", "rules.mask == MaskKind::none || true"),
