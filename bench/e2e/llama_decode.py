@@ -129,6 +129,14 @@ def plot(rows, path, title):
     figure.savefig(path)
 
 
+def write(options, path, rows):
+    result = {"schema": "kvonce.llama_decode/1", "processor": processor(), "cpus": os.cpu_count(),
+              "llama_cpp_python": version(), "model": pathlib.Path(path).name, "threads": options.threads,
+              "rounds": options.rounds, "kernels": kvonce_ggml.statistics_text().splitlines(), "rows": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path)
@@ -146,13 +154,9 @@ def main():
     for row in measure(model, options.kv, options):
         rows.append(row)
         print(f"{row['kv']} {row['context']} {row['arm']} {row['ms_median']:.2f} ms", file=sys.stderr, flush=True)
+        if options.out:  # after every row: filling a quantised cache takes llama.cpp minutes
+            write(options, path, rows)
     print_table(rows)
-    result = {"schema": "kvonce.llama_decode/1", "processor": processor(), "cpus": os.cpu_count(),
-              "llama_cpp_python": version(), "model": pathlib.Path(path).name, "threads": options.threads,
-              "rounds": options.rounds, "kernels": kvonce_ggml.statistics_text().splitlines(), "rows": rows}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.plot:
         plot(rows, options.plot, f"{pathlib.Path(path).name}, {processor()}, {options.threads} threads")
 

@@ -5,14 +5,15 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <kvonce/plan_cache.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "host.hpp"
 #include "kvonce_ggml.h"
 #include "op.hpp"
-#include "plans.hpp"
 #include "statistics.hpp"
 
 namespace kvonce::ggml {
@@ -24,6 +25,7 @@ thread_local std::string init_error;
 /// What one ggml_backend_t keeps between graphs. ggml runs one graph at a time on it.
 struct Stream {
   int num_threads = GGML_DEFAULT_N_THREADS;
+  std::optional<Device> device;  // with num_threads, made when first needed
   std::vector<std::int32_t> kv_starts;
   std::vector<std::int32_t> kv_lens;
   std::vector<float> slopes;
@@ -31,6 +33,19 @@ struct Stream {
   std::unique_ptr<std::byte[]> workspace;
   std::size_t workspace_bytes = 0;
 };
+
+// --- plans
+
+/// A model asks the same once per layer and token; its cache grows by a few cells at a time.
+PlanCache& plans() {
+  static PlanCache cache;
+  return cache;
+}
+
+const Device& device_of(Stream& stream) {
+  if (!stream.device) stream.device = cpu_device(default_device().target, stream.num_threads);
+  return *stream.device;
+}
 
 // --- the host's threads
 
@@ -58,9 +73,8 @@ void run_on_team(void* stream, std::int64_t count, void (*body)(void*, std::int6
 void attend_node(Stream& stream, const ggml_tensor& node) {
   Problem problem;
   if (const char* reason = read_problem(host, node, problem)) throw Error(ErrorCode::Unsupported, reason);
-  const std::shared_ptr<const Answer> answer = find_plan(problem, stream.num_threads);
-  if (answer->plan == nullptr) throw Error(ErrorCode::Unsupported, answer->refusal);
-  const Plan& plan = *answer->plan;
+  const std::shared_ptr<CachedPlan> found = plans().find(problem, device_of(stream));
+  const Plan& plan = found->plan;
   if (stream.workspace_bytes < plan.workspace_bytes()) {
     stream.workspace_bytes = 0;
     stream.workspace = std::make_unique_for_overwrite<std::byte[]>(plan.workspace_bytes());
@@ -130,7 +144,10 @@ void free_backend(ggml_backend_t backend) {
 }
 
 void set_n_threads(ggml_backend_t backend, int num_threads) {
-  static_cast<Stream*>(backend->context)->num_threads = std::max(1, num_threads);
+  Stream& stream = *static_cast<Stream*>(backend->context);
+  if (stream.num_threads == std::max(1, num_threads)) return;
+  stream.num_threads = std::max(1, num_threads);
+  stream.device.reset();
 }
 
 ggml_guid_t guid() {
@@ -186,9 +203,14 @@ bool device_supports_op(ggml_backend_dev_t /*device*/, const ggml_tensor* node) 
     count_declined(reason);
     return false;
   }
-  const std::shared_ptr<const Answer> answer = find_plan(problem, 0);
-  if (answer->plan == nullptr) count_declined(answer->refusal);
-  return answer->plan != nullptr;
+  try {
+    static const Device device = default_device();
+    static_cast<void>(plans().find(problem, device));
+    return true;
+  } catch (const Error& error) {
+    count_declined(error.what());
+    return false;
+  }
 }
 
 bool device_supports_buft(ggml_backend_dev_t /*device*/, ggml_backend_buffer_type_t type) {
