@@ -201,7 +201,7 @@ TEST(BenchBufferTest, ValuesAreRandomSignedAndOfMagnitudeHalfToTwo) {
 TEST(BenchBufferTest, RefusesMoreMemoryThanTheMachineHas) {
   BenchBuffer buffer;
   EXPECT_THROW(buffer.prepare(std::int64_t{1} << 50, KvFormat::f16, bench::Team{1}), Error);
-  EXPECT_THROW(buffer.prepare(4096, KvFormat::q8_0, bench::Team{1}), Error);
+  EXPECT_THROW(buffer.prepare(4096, KvFormat::f8_e4m3, bench::Team{1}), Error);
 }
 
 TEST(BenchArmsTest, AWrongResultExceedsTheAllowedError) {

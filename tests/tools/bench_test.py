@@ -263,7 +263,7 @@ class BenchTest(unittest.TestCase):
         self.check_refused(2, "floor", "--backend", "cuda", "--arms", "fast")
 
     def test_formats_without_a_kernel_exit_3(self):
-        self.check_refused(3, "q8_0", "--dtype", "q8_0", "--arms", "read", "--case", "8q/2kv d64 kv=64")
+        self.check_refused(3, "f8_e4m3", "--dtype", "f8_e4m3", "--arms", "read", "--case", "8q/2kv d64 kv=64")
 
     def test_nothing_is_left_behind_by_a_refusal(self):
         path = self.root / "left.json"
