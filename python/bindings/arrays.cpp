@@ -221,6 +221,19 @@ void require_place(const Array& array, const char* name, Place place) {
   if (array.place != place) refuse(name, "memory of " + to_string(array.place), to_string(place));
 }
 
+Mask import_mask(nb::handle object) {
+  refuse_gradients(object, "mask");
+  Mask mask;
+  if (describe(object, false, mask.array) &&
+      (mask.array.type == nb::dtype<bool>() || mask.array.type == nb::dtype<std::uint8_t>())) {
+    mask.kind = MaskKind::boolean;
+    return mask;
+  }
+  mask.array = import_array(object, "mask");
+  mask.kind = MaskKind::additive;
+  return mask;
+}
+
 Array import_array(nb::handle object, const char* name, bool writable) {
   refuse_gradients(object, name);
   Array array;

@@ -52,6 +52,13 @@ bool is_foreign_cuda(nb::handle object);
 /// work on a CUDA device.
 Array import_array(nb::handle object, const char* name, bool writable = false);
 
+/// A mask: bool or uint8 (0 hides) is `boolean`, f32, f16 and bf16 are `additive`. Errors as import_array().
+struct Mask {
+  Array array;
+  MaskKind kind = MaskKind::none;
+};
+Mask import_mask(nb::handle object);
+
 /// Refuses memory elsewhere.
 void require_place(const Array& array, const char* name, Place place);
 

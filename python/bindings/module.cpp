@@ -49,6 +49,17 @@ struct AttendOptions {
   Text out_dtype;
 };
 
+/// The parts of a problem that say which score rules a call has.
+void name_score_rules(const CallArguments& arguments, Problem& problem) {
+  problem.has_sinks = !arguments.sinks.is_none();
+  problem.has_alibi = !arguments.alibi_slopes.is_none();
+  problem.has_mask_slopes = !arguments.mask_slopes.is_none();
+  if (arguments.mask.is_none()) return;
+  const Mask mask = import_mask(arguments.mask);
+  problem.mask = mask.kind;
+  problem.mask_dtype = mask.kind == MaskKind::additive ? mask.array.dtype : DType::f32;
+}
+
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions& options, const Choices& choices,
                   const CallArguments& arguments) {
   if (is_foreign_cuda(q)) {
@@ -85,7 +96,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions&
   problem.causal = options.causal;
   problem.window = options.window.value_or(0);
   problem.softcap = options.softcap;
-  problem.has_sinks = !arguments.sinks.is_none();
+  name_score_rules(arguments, problem);
   problem.v_is_k_prefix = options.v_is_k_prefix;
   const std::shared_ptr<BoundPlan> plan = find_plan(problem, q_array.place, choices);
   return plan->run(q, q_array, k_array, v_array, arguments);
@@ -96,12 +107,15 @@ void bind_plan(nb::module_& module) {
       .def(
           "attend",
           [](BoundPlan& self, nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
-             nb::handle sinks, nb::handle out, bool return_lse, std::optional<std::uintptr_t> stream) {
-            return self.attend(q, k, v, {kv_lens, kv_starts, sinks, out, return_lse, stream});
+             nb::handle sinks, nb::handle out, bool return_lse, std::optional<std::uintptr_t> stream,
+             nb::handle alibi_slopes, nb::handle mask, nb::handle mask_slopes) {
+            return self.attend(q, k, v,
+                               {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes});
           },
           nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::kw_only(), nb::arg("kv_lens") = nb::none(),
           nb::arg("kv_starts") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("out") = nb::none(),
-          nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), kPlanAttend)
+          nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
+          nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none(), kPlanAttend)
       .def(
           "explain", [](const BoundPlan& self) { return self.plan().explain(); },
           "Several lines: kernel, read factor, chunks, workspace, predicted bytes and time, rejected kernels.")
@@ -178,21 +192,25 @@ NB_MODULE(_core, module) {
       [](nb::handle q, nb::handle k, nb::handle v, std::optional<float> scale, bool causal,
          std::optional<std::int64_t> window, float softcap, nb::handle sinks, nb::handle kv_lens, nb::handle kv_starts,
          bool v_is_k_prefix, nb::handle out, const Text& out_dtype, bool return_lse,
-         std::optional<std::uintptr_t> stream, const Choices& choices) {
-        return kvonce::python::attend(q, k, v, {scale, causal, window, softcap, v_is_k_prefix, out_dtype}, choices,
-                                      {kv_lens, kv_starts, sinks, out, return_lse, stream});
+         std::optional<std::uintptr_t> stream, const Choices& choices, nb::handle alibi_slopes, nb::handle mask,
+         nb::handle mask_slopes) {
+        return kvonce::python::attend(
+            q, k, v, {scale, causal, window, softcap, v_is_k_prefix, out_dtype}, choices,
+            {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes});
       },
       nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("scale"), nb::arg("causal"),
       nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("kv_lens").none(),
       nb::arg("kv_starts").none(), nb::arg("v_is_k_prefix"), nb::arg("out").none(), nb::arg("out_dtype"),
-      nb::arg("return_lse"), nb::arg("stream"), nb::arg("choices"));
+      nb::arg("return_lse"), nb::arg("stream"), nb::arg("choices"), nb::arg("alibi_slopes") = nb::none(),
+      nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none());
   module.def("merge", &kvonce::python::merge, nb::arg("outs").none(), nb::arg("lses").none());
   module.def("plan",
              [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
                 std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v,
                 const std::string& q_dtype, const Text& k_format, const Text& v_format, const Text& out_dtype,
                 std::optional<float> scale, bool causal, std::optional<std::int64_t> window, float softcap,
-                bool has_sinks, bool v_is_k_prefix, const std::string& device, const Choices& choices) {
+                bool has_sinks, bool v_is_k_prefix, const std::string& device, const Choices& choices, bool has_alibi,
+                const Text& mask, const Text& mask_dtype, bool has_mask_slopes) {
                kvonce::Problem problem;
                problem.num_seqs = num_seqs;
                problem.q_len = q_len;
@@ -211,6 +229,10 @@ NB_MODULE(_core, module) {
                problem.softcap = softcap;
                problem.has_sinks = has_sinks;
                problem.v_is_k_prefix = v_is_k_prefix;
+               problem.has_alibi = has_alibi;
+               problem.has_mask_slopes = has_mask_slopes;
+               if (mask) problem.mask = kvonce::python::parse_mask(*mask);
+               if (mask_dtype) problem.mask_dtype = kvonce::python::parse_dtype(*mask_dtype, "mask_dtype");
                return kvonce::python::make_bound_plan(problem, kvonce::python::parse_place(device), choices);
              });
 }

@@ -69,9 +69,15 @@ class Vectors {
     take(given.kv_starts, "kv_starts", problem.num_seqs, import_lengths, import_device_lengths, starts_,
          device_starts_);
     take(given.sinks, "sinks", problem.num_q_heads, import_floats, import_device_floats, sinks_, device_sinks_);
+    take(given.alibi_slopes, "alibi_slopes", problem.num_q_heads, import_floats, import_device_floats, alibi_slopes_,
+         device_alibi_slopes_);
+    take(given.mask_slopes, "mask_slopes", problem.num_q_heads, import_floats, import_device_floats, mask_slopes_,
+         device_mask_slopes_);
     inputs.kv_lens = pointer(lens_, device_lens_);
     inputs.kv_starts = pointer(starts_, device_starts_);
     inputs.sinks = pointer(sinks_, device_sinks_);
+    inputs.alibi_slopes = pointer(alibi_slopes_, device_alibi_slopes_);
+    inputs.mask_slopes = pointer(mask_slopes_, device_mask_slopes_);
   }
 
  private:
@@ -83,10 +89,39 @@ class Vectors {
   std::vector<std::int32_t> lens_;
   std::vector<std::int32_t> starts_;
   std::vector<float> sinks_;
+  std::vector<float> alibi_slopes_;
+  std::vector<float> mask_slopes_;
   Array device_lens_;
   Array device_starts_;
   Array device_sinks_;
+  Array device_alibi_slopes_;
+  Array device_mask_slopes_;
 };
+
+/// Broadcasts a mask to [num_seqs, num_q_heads, q_len, kv_len] by strides of 0, as NumPy does.
+void broadcast_mask(const Mask& mask, const Problem& problem, std::int64_t kv_len, Inputs& inputs) {
+  if (mask.kind != problem.mask || (mask.kind == MaskKind::additive && mask.array.dtype != problem.mask_dtype)) {
+    const auto text = [](MaskKind kind, DType dtype) {
+      return std::string(to_string(kind)) + (kind == MaskKind::additive ? " " + std::string(to_string(dtype)) : "");
+    };
+    refuse("mask", text(mask.kind, mask.array.dtype), text(problem.mask, problem.mask_dtype) + ", as the plan says");
+  }
+  const std::vector<std::int64_t> full = {problem.num_seqs, problem.num_q_heads, problem.q_len, kv_len};
+  const std::vector<std::int64_t>& shape = mask.array.shape;
+  std::int64_t strides[4] = {0, 0, 0, 0};
+  bool fits = shape.size() <= full.size();
+  for (std::size_t i = 0; fits && i < shape.size(); ++i) {
+    const std::size_t axis = full.size() - shape.size() + i;
+    fits = shape[i] == full[axis] || shape[i] == 1;
+    strides[axis] = shape[i] == 1 ? 0 : mask.array.strides[i];
+  }
+  if (!fits) refuse("mask", "shape " + shape_text(shape), "one that broadcasts to " + shape_text(full));
+  inputs.mask = mask.array.data;
+  inputs.mask_seq_stride = strides[0];
+  inputs.mask_head_stride = strides[1];
+  inputs.mask_row_stride = strides[2];
+  inputs.mask_token_stride = strides[3];
+}
 
 /// What the driver's thread tells of graphs that are gone.
 struct Released {
@@ -154,6 +189,13 @@ KvFormat parse_format(std::string_view name, const char* argument) {
   return static_cast<KvFormat>(parse_dtype(name, argument));  // they agree in order
 }
 
+MaskKind parse_mask(std::string_view name) {
+  for (const MaskKind kind : {MaskKind::boolean, MaskKind::additive}) {
+    if (name == to_string(kind)) return kind;
+  }
+  refuse("mask", "'" + std::string(name) + "'", "boolean, additive");
+}
+
 Place parse_place(std::string_view name) {
   if (name == "cpu") return {};
   Place place{nb::device::cuda::value, 0};
@@ -182,6 +224,13 @@ std::shared_ptr<BoundPlan> find_plan(const Problem& problem, Place place, const 
 
 nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k, nb::handle v,
                                 const CallArguments& a) {
+  for (const auto& [object, name] : {std::pair{a.alibi_slopes, "alibi_slopes"}, std::pair{a.mask, "mask"},
+                                     std::pair{a.mask_slopes, "mask_slopes"}}) {
+    if (!object.is_none()) {
+      throw Error(ErrorCode::Unsupported,
+                  std::string(name) + " is not served by the cuda backend yet; run such layers elsewhere");
+    }
+  }
   const nb::object attend_tensors = nb::cpp_function(
       [&attend, return_lse = a.return_lse](nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens,
                                            nb::handle kv_starts, nb::handle sinks, nb::handle out,
@@ -279,6 +328,12 @@ nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const
   inputs.v = view(v);
   inputs.kv_len = std::min(kv_len, problem.max_kv_len);
   const Vectors vectors(problem, place(), arguments, inputs);
+  Mask mask;
+  if (!arguments.mask.is_none()) {
+    mask = import_mask(arguments.mask);
+    require_place(mask.array, "mask", place());
+    broadcast_mask(mask, problem, kv_len, inputs);
+  }
 
   const std::vector<std::int64_t> out_shape = {problem.num_seqs, problem.num_q_heads, problem.q_len, problem.dim_v()};
   Result result;

@@ -32,12 +32,18 @@ struct CallArguments {
   nb::handle out;
   bool return_lse = false;
   std::optional<std::uintptr_t> stream;  // CUDA; none: torch's current stream
+  nb::handle alibi_slopes = nb::none();
+  nb::handle mask = nb::none();  // as import_mask() takes it
+  nb::handle mask_slopes = nb::none();
 };
 
 /// "f16", "float16" and so on. Throws Error{InvalidArgument} naming `argument`.
 DType parse_dtype(std::string_view name, const char* argument);
 /// The names of parse_dtype and those of KvFormat.
 KvFormat parse_format(std::string_view name, const char* argument);
+
+/// "boolean" or "additive". Throws Error{InvalidArgument} naming `mask`.
+MaskKind parse_mask(std::string_view name);
 
 /// "cpu", "cuda" or "cuda:1". Throws Error{InvalidArgument} naming `device`.
 Place parse_place(std::string_view name);

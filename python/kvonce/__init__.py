@@ -24,9 +24,9 @@ def _dtype_name(dtype):
     return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
 
 
-def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=None, kv_lens=None, kv_starts=None,
-           v_is_k_prefix=False, chunk_tokens=None, out=None, out_dtype=None, return_lse=False, threads=None,
-           target=None, policy=None, stream=None):
+def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=None, alibi_slopes=None, mask=None,
+           mask_slopes=None, kv_lens=None, kv_starts=None, v_is_k_prefix=False, chunk_tokens=None, out=None,
+           out_dtype=None, return_lse=False, threads=None, target=None, policy=None, stream=None):
     """Attention of a few query tokens to a long KV cache, each K and V byte read once.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64.
@@ -34,10 +34,15 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
     v: [num_seqs, num_kv_heads, kv_len, head_dim_v].
     scale: of q.k; default head_dim_qk ** -0.5.
     causal: the newest query token sees the newest key (bottom-right aligned), the one before it a key less. False: all
-        see every key.
+        see every key. Default: True without a mask, False with one.
     window: newest keys that a query token sees, itself included; 0: all.
     softcap: above 0, a score becomes softcap * tanh(score / softcap); not on CUDA yet (NotImplementedError).
     sinks: [num_q_heads], one extra logit per query head without a value; float32 or float64, in CUDA memory float32.
+    alibi_slopes: [num_q_heads], times (key position - query position), added to the score; not on CUDA yet.
+    mask: broadcastable to [num_seqs, num_q_heads, q_len, kv_len]; bool or uint8, where 0 hides a key, or float32, float16
+        or bfloat16, added to the score, where -inf hides. A hidden key's K and V have no effect, NaN included. Not on
+        CUDA yet.
+    mask_slopes: [num_q_heads], what an additive mask is multiplied by.
     kv_lens: [num_seqs] tokens that count, 0 to kv_len; int32, int64 or a list. Default: all of k. With q in CUDA memory
         an int32 array beside it, which is read when the work runs; what exceeds kv_len counts as kv_len.
     kv_starts: [num_seqs] tokens of left padding that are skipped; as kv_lens.
@@ -55,9 +60,10 @@ def attend(q, k, v, *, scale=None, causal=True, window=0, softcap=0.0, sinks=Non
     natural logarithm of the sum of exponentials. A row that sees no key has out 0 and lse -inf. Other threads of Python
     run meanwhile. The plan of an earlier call is used again, also for a cache that has grown a little.
     """
+    causal = mask is None if causal is None else causal
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
                         _dtype_name(out_dtype), return_lse, stream,
-                        _core.Choices(chunk_tokens, threads, target, policy))
+                        _core.Choices(chunk_tokens, threads, target, policy), alibi_slopes, mask, mask_slopes)
 
 
 def merge(outs, lses):
@@ -73,19 +79,21 @@ def merge(outs, lses):
 
 
 def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_len=1, head_dim_v=None,
-         q_dtype="float32", k_format=None, v_format=None, out_dtype=None, scale=None, causal=True, window=0,
-         softcap=0.0, has_sinks=False, v_is_k_prefix=False, device="cpu", chunk_tokens=None, threads=None,
-         target=None, policy=None):
+         q_dtype="float32", k_format=None, v_format=None, out_dtype=None, scale=None, causal=None, window=0,
+         softcap=0.0, has_sinks=False, has_alibi=False, mask=None, mask_dtype=None, has_mask_slopes=False,
+         v_is_k_prefix=False, device="cpu", chunk_tokens=None, threads=None, target=None, policy=None):
     """Decides once what will run, for calls of one shape and any kv_len up to max_kv_len: Plan.attend(q, k, v, ...).
 
     k_format: dtype of K, default q_dtype; v_format: default k_format; out_dtype: default q_dtype.
-    has_sinks: Plan.attend gets sinks.
+    has_sinks, has_alibi, has_mask_slopes: Plan.attend gets sinks, alibi_slopes, mask_slopes.
+    mask: "boolean" or "additive", what Plan.attend gets as mask; mask_dtype: of an additive one, default float32.
     device: where the arrays will be, "cpu", "cuda" (the first), "cuda:1" or a torch.device. The rest as in attend.
     """
     return _core.plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs, q_len, head_dim_v,
                       _dtype_name(q_dtype), _dtype_name(k_format), _dtype_name(v_format), _dtype_name(out_dtype), scale,
-                      causal, window, softcap, has_sinks, v_is_k_prefix, str(device),
-                      _core.Choices(chunk_tokens, threads, target, policy))
+                      mask is None if causal is None else causal, window, softcap, has_sinks, v_is_k_prefix,
+                      str(device), _core.Choices(chunk_tokens, threads, target, policy), has_alibi, mask,
+                      _dtype_name(mask_dtype), has_mask_slopes)
 
 
 def explain(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, **options):
