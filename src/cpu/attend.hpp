@@ -337,7 +337,8 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
                        std::int64_t p_stride, std::int64_t dims, StepPrefetcher<S>& ahead, float* o,
                        std::int64_t o_stride) {
   using E = typename S::template Elements<format>;
-  constexpr int kVectors = value_vectors<S>(rows);
+  // Blocks come in pairs of vectors, also where eight rows leave registers for one only (neon).
+  constexpr int kVectors = is_block(format) && value_vectors<S>(rows) < 2 ? 2 : value_vectors<S>(rows);
   const auto* v = static_cast<const typename E::Stored*>(v_rows);
   std::int64_t dim = 0;
   const auto pass = [&](auto vectors) {
