@@ -27,6 +27,7 @@ LAYER_OF_PREFIX = [
     ("tests/build/consumer", "consumer"),
     ("tests/cpu/", "tests_cpu"),
     ("tests/cuda/", "tests_cuda"),
+    ("tests/metal", "tests_metal"),
     ("tests/", "tests"),
     ("examples/", "consumer"),
     ("integrations/", "consumer"),
@@ -54,6 +55,7 @@ ALLOWED = {
     "tests": {"include", "shared", "core", "tools"},  # the conformance library is part of the command
     "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
     "tests_cuda": {"include", "shared", "core", "tools", "tests", "cuda"},
+    "tests_metal": {"include", "shared", "core", "tools", "tests", "metal"},
     "consumer": {"include"},
 }
 
