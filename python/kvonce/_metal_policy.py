@@ -38,6 +38,7 @@ PARTIAL_WEIGHT, MOST_PARTIAL_WEIGHT = 16, 4
 BARRIER_SLOTS = 40
 FIT_START_US, FIT_GBPS, FIT_SLOTS_PER_US, FIT_CORES = 11.14, 283.5, 157500.0, 18.0
 MAX_GRID = 2147483647
+PARTIAL_SCALARS = 2
 
 _ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -83,7 +84,7 @@ class Plan:
     merge_threadgroups: tuple  # MLX's grid is (32 * merge_simdgroups * x, y, z)
     live_floats: int  # per lane, an estimate
     slots: int  # issue slots per 64 (row, token) pairs, an estimate
-    workspace_bytes: int  # partial_o and partial_lse
+    workspace_bytes: int  # partial_o and partial_sums
     predicted_us: float  # by a model; nobody has measured this
     rejected: tuple  # "kernel: reason"
 
@@ -336,7 +337,7 @@ def _chunks(c, shape, step, streams, tokens, gpu, asked):
     simdgroups = max(c.row_tiles, c.token_parts) * max(1, streams * c.row_blocks)
 
     def goal(per_core, weight):
-        least = _ceil_div(weight * 4 * block_rows * (dim_v + 1), (dim_qk + dim_v) * element_bytes)
+        least = _ceil_div(weight * 4 * block_rows * (dim_v + PARTIAL_SCALARS), (dim_qk + dim_v) * element_bytes)
         wanted = _ceil_div((gpu.num_cores or UNKNOWN_CORES) * per_core, simdgroups)
         return min(wanted, _ceil_div(tokens, max(least, c.token_parts * step)))
 
@@ -361,7 +362,7 @@ def _finish(c, rejected, shape, step, num_seqs, num_q_heads, num_kv_heads, q_len
                                   "run fewer sequences at a time")):
         if count > MAX_GRID:
             raise NotImplementedError(f"{name} {count} is not served by the metal backend yet; {instead}")
-    workspace = out_rows * chunks * (dim_v + 1) * 4
+    workspace = out_rows * chunks * (dim_v + PARTIAL_SCALARS) * 4
     if workspace > 1 << 62:
         _refuse("workspace", "more than 2^62 bytes", "fewer sequences, heads or max_kv_len, or larger chunk_tokens")
     per_head = c.body == PER_HEAD

@@ -42,7 +42,8 @@ constexpr std::int64_t kUnknownCores = 40;  // a Max; on smaller GPUs it means m
 constexpr std::int64_t kMaxChunks = 65535;
 /// Simdgroups that share a chunk's tokens and leave one partial: kSafeThreads of them.
 constexpr std::int64_t kTokenParts = 8;
-constexpr std::int64_t kBarrierSlots = 40;  // a threadgroup barrier's, a guess
+constexpr std::int64_t kBarrierSlots = 40;   // a threadgroup barrier's, a guess
+constexpr std::int64_t kPartialScalars = 2;  // floats of a partial beside o, metal/params.h
 /// MLX's `grid` counts threads in an int.
 constexpr std::int64_t kMaxGrid = 2147483647;
 
@@ -252,9 +253,9 @@ std::int64_t choose_chunks(const Candidate& c, const Shape& s, std::int64_t step
   const std::int64_t simdgroups =
       std::max(c.row_tiles, c.token_parts) * std::max<std::int64_t>(1, streams * c.row_blocks);
   const auto goal = [&](std::int64_t per_core, std::int64_t weight) {
-    const std::int64_t least =
-        std::max(ceil_div(weight * 4 * block_rows * (s.dim_v + 1), (s.dim_qk + s.dim_v) * s.element_bytes),
-                 c.token_parts * step_tokens);
+    const std::int64_t least = std::max(
+        ceil_div(weight * 4 * block_rows * (s.dim_v + kPartialScalars), (s.dim_qk + s.dim_v) * s.element_bytes),
+        c.token_parts * step_tokens);
     const std::int64_t wanted = ceil_div((gpu.num_cores > 0 ? gpu.num_cores : kUnknownCores) * per_core, simdgroups);
     return std::min(wanted, ceil_div(tokens, least));
   };
@@ -273,7 +274,7 @@ void require_launch(const Problem& p, const Decision& d) {
   require("rows of all sequences times threads of the merge", d.merge_threadgroups * kLanes * d.merge_simdgroups,
           "run fewer sequences at a time");
   constexpr std::int64_t kMostBytes = 1LL << 62;
-  if (d.merge_threadgroups * d.num_chunks > kMostBytes / ((p.head_dim_v + 1) * 4)) {
+  if (d.merge_threadgroups * d.num_chunks > kMostBytes / ((p.head_dim_v + kPartialScalars) * 4)) {
     core::refuse(ErrorCode::InvalidArgument, "workspace", "more than 2^62 bytes",
                  "fewer sequences, heads or max_kv_len, or larger chunk_tokens");
   }
@@ -395,7 +396,7 @@ Decision choose(const Problem& p, const Capabilities& gpu, const Policy& asked) 
   d.live_floats = c.live_floats;
   d.slots = c.slots;
   require_launch(p, d);
-  d.workspace_bytes = d.merge_threadgroups * d.num_chunks * (s.dim_v + 1) * 4;
+  d.workspace_bytes = d.merge_threadgroups * d.num_chunks * (s.dim_v + kPartialScalars) * 4;
   d.predicted_us = predict_us(p, s, d, gpu, tokens);
   return d;
 }

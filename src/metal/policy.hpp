@@ -44,7 +44,7 @@ struct Decision {
   std::int64_t merge_threadgroups = 0;  // num_seqs * num_q_heads * q_len
   std::int64_t live_floats = 0;         // per lane, an estimate
   std::int64_t slots = 0;               // issue slots per 64 (row, token) pairs, an estimate
-  std::int64_t workspace_bytes = 0;     // partial_o and partial_lse
+  std::int64_t workspace_bytes = 0;     // partial_o and partial_sums
   double predicted_us = 0.0;            // at max_kv_len, by a model: nobody has measured this
   std::vector<std::string> rejected;    // "kernel: reason"
 };

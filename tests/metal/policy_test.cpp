@@ -95,7 +95,7 @@ TEST(MetalPolicyTest, NoLaunchExceedsTheLimitsOfTheGpu) {
         ASSERT_EQ(plan.read_factor(), d.row_blocks);
       }
       ASSERT_EQ(plan.workspace_bytes(),
-                static_cast<std::size_t>(p.num_q_heads * p.q_len * d.num_chunks * (p.head_dim_v + 1) * 4));
+                static_cast<std::size_t>(p.num_q_heads * p.q_len * d.num_chunks * (p.head_dim_v + 2) * 4));
     } catch (const Error& error) {
       ASSERT_TRUE(options.policy.body != 0 || options.policy.simdgroups != 0) << error.what();
     }
