@@ -229,7 +229,7 @@ Candidate pick(const std::vector<Candidate>& all, std::int64_t rows, const Polic
   for (const Candidate& c : all) {
     if (&c == chosen) continue;
     std::string reason = c.refusal;
-    if (reason.empty()) {
+    if (reason.empty() && chosen != nullptr) {
       reason = c.row_blocks > chosen->row_blocks
                    ? "read factor " + std::to_string(c.row_blocks) + ", the chosen one has " +
                          std::to_string(chosen->row_blocks)

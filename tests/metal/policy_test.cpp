@@ -264,7 +264,7 @@ TEST(MetalPolicyTest, RefusalsNameTheArgument) {
            {"step_tokens=5", "policy.step_tokens: got 5"},
            {"prefetch_lines=1", "policy.prefetch_lines: got 1, allowed: 0 on the metal backend"},
            {"cluster=1", "policy.cluster: got 1"}}) {
-    refuses([&](P&, D&, O& o) { o.policy = parse_policy(policy); }, kInvalid, words);
+    refuses([&text = policy](P&, D&, O& o) { o.policy = parse_policy(text); }, kInvalid, words);
   }
   expect_error([] { metal_device("M5 Max"); }, kInvalid, "target: got 'M5 Max', allowed: apple7 (M1)");
   expect_error([] { metal_device("apple9", -3); }, kInvalid, "num_cores: got -3");
