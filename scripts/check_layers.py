@@ -27,7 +27,8 @@ LAYER_OF_PREFIX = [
     ("tests/build/consumer", "consumer"),
     ("tests/cpu/", "tests_cpu"),
     ("tests/cuda/", "tests_cuda"),
-    ("tests/metal", "tests_metal"),
+    ("tests/metal/", "tests_metal"),
+    ("tests/metal_emulation/", "tests_metal"),
     ("tests/", "tests"),
     ("examples/", "consumer"),
     ("integrations/", "consumer"),
@@ -68,7 +69,7 @@ def layer_of(path):
 
 def resolve(included, includer, known):
     """The repository path that an include line means, or None."""
-    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tools/conformance", "tests", "bench"]
+    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tools/conformance", "tests", "tests/read_factor", "bench"]
     candidates = (posixpath.normpath(posixpath.join(folder, included)) for folder in folders)
     return next((path for path in candidates if path in known), None)
 
