@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "conformance/generator.hpp"
+#include "generator.hpp"
 #include "kvonce/kvonce.hpp"
 #include "metal/metal_plan.hpp"
 #include "metal/params.h"
@@ -260,6 +260,7 @@ TEST(MetalPolicyTest, RefusalsNameTheArgument) {
            {"body=2,row_tile=4", "policy.row_tile: got 4, allowed: 0 (choose) or 8 for the matrix body"},
            {"simdgroups=9",
             "policy.simdgroups: got 9, allowed: 0 (choose) to 8: a threadgroup has at most 256 threads"},
+           {"body=3,chunk_tokens=64", "policy.chunk_tokens: got 64, allowed: 0 for the per_head body"},
            {"simdgroups=3", "policy.simdgroups: got 3"},
            {"step_tokens=5", "policy.step_tokens: got 5"},
            {"prefetch_lines=1", "policy.prefetch_lines: got 1, allowed: 0 on the metal backend"},
