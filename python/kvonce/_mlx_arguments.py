@@ -60,6 +60,22 @@ def check_qkv(q, k, v):
     return mx.result_type(mx.result_type(q.dtype, k.dtype), v.dtype)
 
 
+def check_quantized(queries, q_keys, q_values, group_size, bits):
+    """The dtype of out. The shapes of codes, scales and biases are checked by kvonce.attend."""
+    require_array("queries", queries)
+    if queries.ndim != 4 or queries.dtype not in DTYPES:
+        raise BadArgument("queries", f"shape {shape_text(queries.shape)}, dtype {dtype_name(queries.dtype)}",
+                          f"rank 4 and one of {_DTYPE_NAMES}")
+    for name, cache in (("q_keys", q_keys), ("q_values", q_values)):
+        for part in cache:
+            require_array(name, part)
+            if part.ndim != 4:
+                raise BadArgument(name, f"shape {shape_text(part.shape)}", "rank 4, [num_seqs, heads, tokens, ...]")
+    if bits not in (4, 8) or group_size not in (32, 64, 128):
+        raise Fallback(f"a quantised cache of {bits} bits in groups of {group_size}")
+    return mx.result_type(queries.dtype, q_keys[1].dtype)
+
+
 def check_mask(mask, shape, dtype):
     """Whether the mask is "causal". shape: [num_seqs, num_q_heads, q_len, kv_len]; dtype: of out."""
     if mask is None:

@@ -1,12 +1,16 @@
-"""kvonce's kernels as functions that MLX's transformations can go through."""
-import functools
-
+"""kvonce's kernels as functions that MLX's transformations can go through, and the functions of MLX's that they stand for."""
 import mlx.core as mx
 
 from ._mlx_statistics import count_fallback
 
-# What calls go to when kvonce does not serve them; patch() may find others in their place.
-originals = {"attend": mx.fast.scaled_dot_product_attention, "attend_quantized": None}
+
+def _attend_unpacked(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
+    keys, values = (mx.dequantize(*cache, group_size=group_size, bits=bits) for cache in (q_keys, q_values))
+    return originals["attend"](queries, keys, values, scale=scale, mask=mask)
+
+
+# What calls go to when kvonce does not serve them. patch() puts here what it finds in place: of mlx_lm, or of others.
+originals = {"attend": mx.fast.scaled_dot_product_attention, "attend_quantized": _attend_unpacked}
 
 
 def split(arrays, has_mask, has_sinks):
@@ -14,20 +18,21 @@ def split(arrays, has_mask, has_sinks):
     return (*arrays[:3], arrays[3] if has_mask else None, arrays[-1] if has_sinks else None)
 
 
-@functools.lru_cache(maxsize=256)
-def differentiable(run, scale, causal, has_mask, has_sinks, out_dtype):
-    """run(q, k, v, mask, sinks, scale, causal, out_dtype) as a function of the arrays that there are.
-
-    mx.grad, mx.vjp, mx.jvp and, where arrays need no values, mx.vmap get what MLX's own function gives: to them the
-    result of a kernel would be a constant.
-    """
+def attend_by_mlx(scale, causal, has_mask, has_sinks):
+    """MLX's function of the arrays that there are."""
     def by_mlx(*arrays):
         q, k, v, mask, sinks = split(arrays, has_mask, has_sinks)
         return originals["attend"](q, k, v, scale=scale, mask="causal" if causal else mask, sinks=sinks)
 
-    @mx.custom_function
-    def function(*arrays):
-        return run(*split(arrays, has_mask, has_sinks), scale, causal, out_dtype)
+    return by_mlx
+
+
+def transformable(run, by_mlx):
+    """run(*arrays) for mx.grad, mx.vjp, mx.jvp and, where arrays need no values, mx.vmap.
+
+    They get what by_mlx(*arrays) gives: to them the result of a kernel would be a constant.
+    """
+    function = mx.custom_function(run)
 
     @function.vjp
     def _(primals, cotangent, _):
