@@ -38,6 +38,7 @@ PARTIAL_WEIGHT, MOST_PARTIAL_WEIGHT = 16, 4
 BARRIER_SLOTS = 40
 FIT_START_US, FIT_GBPS, FIT_SLOTS_PER_US, FIT_CORES = 11.14, 283.5, 157500.0, 18.0
 MAX_GRID = 2147483647
+PARTIAL_SCALARS = 2
 
 _ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -49,8 +50,9 @@ _ASKED = {"body": 0, "row_tile": 0, "rows_per_worker": 0, "chunk_tokens": 0, "st
 class Gpu:
     """What is known of an Apple GPU.
 
-    family: Metal's GPU family, 7 (M1) to 10 (M5) and later; num_cores: 0 when unknown; threadgroup_bytes: 0
-    for 32 KB, else 16384 or more; max_threads: maxTotalThreadsPerThreadgroup of the pipelines, 0 when unknown; read_gbps: measured, 0 when unknown.
+    family: Metal's GPU family, 7 (M1) to 10 (M5) and later; num_cores: 0 when unknown; threadgroup_bytes: 0 for 32 KB,
+    else 16384 or more; max_threads: maxTotalThreadsPerThreadgroup of the pipelines, 0 when unknown; read_gbps:
+    measured, 0 when unknown.
     """
     family: int = 7
     num_cores: int = 0
@@ -82,7 +84,7 @@ class Plan:
     merge_threadgroups: tuple  # MLX's grid is (32 * merge_simdgroups * x, y, z)
     live_floats: int  # per lane, an estimate
     slots: int  # issue slots per 64 (row, token) pairs, an estimate
-    workspace_bytes: int  # partial_o and partial_lse
+    workspace_bytes: int  # partial_o and partial_sums
     predicted_us: float  # by a model; nobody has measured this
     rejected: tuple  # "kernel: reason"
 
@@ -217,8 +219,9 @@ def _refuse(argument, given, allowed):
 
 
 def _require_gpu(gpu):
-    if gpu.family < 7:
-        raise RuntimeError(f"device.target: got 'apple{gpu.family}', allowed: apple7 (M1) and later families")
+    if not 7 <= gpu.family <= 99:
+        raise RuntimeError(f"device.target: got 'apple{gpu.family}', allowed: apple7 (M1) and later families "
+                           "of a backend metal device, as metal_device() gives it")
     if gpu.num_cores < 0:
         _refuse("device.num_sms", gpu.num_cores, "0 (unknown) or the number of GPU cores")
     if gpu.threadgroup_bytes != 0 and gpu.threadgroup_bytes < MIN_SHARED_BYTES:
@@ -296,12 +299,12 @@ def choose(*, num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs=1, q_
     policy: a dict of some of body, row_tile, rows_per_worker, chunk_tokens, step_tokens, splits, simdgroups; 0: choose.
     Raises ValueError for a policy that cannot be, NotImplementedError for a problem that the kernels do not serve.
     """
+    _require_gpu(gpu)
     dtype = _LONG_NAMES.get(dtype, dtype)
     dim_qk, dim_v = head_dim_qk, head_dim_v or head_dim_qk
     for name, dim in (("head_dim_qk", dim_qk), ("head_dim_v", dim_v)):
         if dim > MAX_HEAD_DIM:
             raise NotImplementedError(f"{name} {dim} is not served by the metal backend yet; use dims up to 512")
-    _require_gpu(gpu)
     gpu = dataclasses.replace(gpu, threadgroup_bytes=min(gpu.threadgroup_bytes or MAX_SHARED_BYTES, MAX_SHARED_BYTES),
                               max_threads=min(gpu.max_threads, 1024) if gpu.max_threads else SAFE_THREADS)
     asked = dict(_ASKED)
@@ -313,13 +316,13 @@ def choose(*, num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs=1, q_
     rows = max(1, num_q_heads // num_kv_heads * q_len)
     shape = (rows, dim_qk, dim_v, _ELEMENT_BYTES[dtype])
     c, rejected = _pick(_candidates(shape, dtype, gpu, asked), rows, asked)
-    matrix = c.body == MATRIX
-    step = 1 if c.body == PER_HEAD else step_tokens(matrix, c.row_tile)
+    step = 1 if c.body == PER_HEAD else step_tokens(c.body == MATRIX, c.row_tile)
     if asked["step_tokens"] not in (0, step):
         _refuse("policy.step_tokens", asked["step_tokens"], f"0 (choose) or {step} for {c.name}")
-    if asked["rows_per_worker"] and asked["rows_per_worker"] != c.row_tile * c.row_tiles and c.body != PER_HEAD:
+    worker_rows = 1 if c.body == PER_HEAD else c.row_tile * c.row_tiles
+    if asked["rows_per_worker"] not in (0, worker_rows):
         _refuse("policy.rows_per_worker", asked["rows_per_worker"],
-                f"0 (choose) or {c.row_tile * c.row_tiles} for {c.name} and {rows} rows")
+                f"0 (choose) or {worker_rows} for {c.name} and {rows} rows")
     if asked["simdgroups"] not in (0, max(c.row_tiles, c.token_parts)):
         _refuse("policy.simdgroups", asked["simdgroups"],
                 f"0 (choose) or {max(c.row_tiles, c.token_parts)} for {c.name} and {rows} rows")
@@ -334,7 +337,7 @@ def _chunks(c, shape, step, streams, tokens, gpu, asked):
     simdgroups = max(c.row_tiles, c.token_parts) * max(1, streams * c.row_blocks)
 
     def goal(per_core, weight):
-        least = _ceil_div(weight * 4 * block_rows * (dim_v + 1), (dim_qk + dim_v) * element_bytes)
+        least = _ceil_div(weight * 4 * block_rows * (dim_v + PARTIAL_SCALARS), (dim_qk + dim_v) * element_bytes)
         wanted = _ceil_div((gpu.num_cores or UNKNOWN_CORES) * per_core, simdgroups)
         return min(wanted, _ceil_div(tokens, max(least, c.token_parts * step)))
 
@@ -359,7 +362,7 @@ def _finish(c, rejected, shape, step, num_seqs, num_q_heads, num_kv_heads, q_len
                                   "run fewer sequences at a time")):
         if count > MAX_GRID:
             raise NotImplementedError(f"{name} {count} is not served by the metal backend yet; {instead}")
-    workspace = out_rows * chunks * (dim_v + 1) * 4
+    workspace = out_rows * chunks * (dim_v + PARTIAL_SCALARS) * 4
     if workspace > 1 << 62:
         _refuse("workspace", "more than 2^62 bytes", "fewer sequences, heads or max_kv_len, or larger chunk_tokens")
     per_head = c.body == PER_HEAD

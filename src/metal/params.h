@@ -19,10 +19,12 @@
 //   params        int64 [kNumParams]
 //   scalars       float32 [kNumScalars]
 //   outputs: partial_o    float32 [num_seqs, num_q_heads, q_len, num_chunks, kDimV], packed
-//            partial_lse  float32 [num_seqs, num_q_heads, q_len, num_chunks], packed
-// Buffers of merge_partials: partial_o, partial_lse, sinks (float32 [num_q_heads]; with kHasSinks), params;
+//            partial_sums float32 [num_seqs, num_q_heads, q_len, num_chunks, 2], packed
+// Buffers of merge_partials: partial_o, partial_sums, sinks (float32 [num_q_heads]; with kHasSinks), params;
 //   outputs: out T [num_seqs, num_q_heads, q_len, kDimV], packed; lse float32 [num_seqs, num_q_heads, q_len], packed.
-// A partial is the project's: o normalised, lse natural log with scale and softcap included; no key: o = 0, lse = -inf.
+// A partial is the project's (o normalised, no key: o = 0) with its lse in two numbers: lse = (m + log2(l)) * ln(2), m the
+// largest score in units of log2 (-3e38 without a key) and l the sum of 2^(score - m) (0 without a key). One float32 would
+// carry a score of 30,000 to 2^-9 only. The final lse is natural: scale, softcap and sink included; no key: -inf.
 //
 // Grid, in threadgroups; 32 threads of a threadgroup are a simdgroup:
 //   attend_vector, attend_matrix: x num_chunks, y num_kv_heads * row_blocks, z num_seqs

@@ -22,6 +22,7 @@ HAS_MODEL = mlx_lm is not None and all(importlib.util.find_spec(name) for name i
 LAYERS = 30
 PROMPT_TOKENS = 80  # MLX takes a tenth of a second for each, on two cores
 NEW_TOKENS = 128
+QUANTIZED_TOKENS = 32
 STEPS = NEW_TOKENS + 1  # mlx-lm works on the next token before it is asked for it
 PREFILL = "prefill: more than 64 query tokens"
 
@@ -75,6 +76,21 @@ class MlxLmTest(unittest.TestCase):
         self.assertEqual(tokens, expected)
         self.assertLess(mx.abs(logprobs - expected_logprobs).max().item(), 1e-3)
         self.assertIs(mx.fast.scaled_dot_product_attention, mlx_attention)
+
+    def test_quantized_caches(self):
+        """8 bits and 4 bits in groups of 64: mlx-lm unpacks them, and rounds where kvonce does not."""
+        for bits in (8, 4):
+            options = dict(max_tokens=QUANTIZED_TOKENS, kv_bits=bits, kv_group_size=64, quantized_kv_start=0)
+            with self.subTest(bits=bits):
+                expected, expected_logprobs = self.generate(**options)
+                with km.patch():
+                    km.reset_stats()
+                    tokens, logprobs = self.generate(**options)
+                # The step that ends the prompt comes before mlx-lm quantises the cache.
+                self.assertEqual(km.stats(), {"served": LAYERS * (QUANTIZED_TOKENS + 1), "kernels": {
+                    "cpu": LAYERS, f"cpu int{bits}": LAYERS * QUANTIZED_TOKENS}, "fallbacks": {}})
+                self.assertEqual(tokens, expected)
+                self.assertLess(mx.abs(logprobs - expected_logprobs).max().item(), 1e-3)
         self.assertIs(base.quantized_scaled_dot_product_attention, mlx_lm_attention)
 
 

@@ -154,6 +154,70 @@ class MlxResultsTest(MlxCase):
 
 
 @unittest.skipIf(mx is None, "mlx is not installed")
+class MlxQuantizedTest(MlxCase):
+    def compare(self, q, k, v, bits=8, group_size=64, mask=None):
+        """Against MLX's attention to the unpacked cache in float32."""
+        keys, values = (mx.quantize(cache, group_size=group_size, bits=bits) for cache in (k, v))
+        km.reset_stats()
+        got = km.quantized_scaled_dot_product_attention(q, keys, values, 0.125, mask, group_size, bits)
+        self.assertEqual(km.stats(), {"served": 1, "kernels": {f"cpu int{bits}": 1}, "fallbacks": {}})
+        unpacked = (mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group_size, bits=bits)
+                    for codes, scales, biases in (keys, values))
+        expected = mlx_attention(q.astype(mx.float32), *unpacked, scale=0.125, mask=mask)
+        self.assertEqual((got.shape, got.dtype), (expected.shape, q.dtype))
+        self.assertLess(relative_rms(got, expected), MAX_ERROR[float_name(got)])
+
+    def test_bits_groups_and_dtypes(self):
+        for bits in (8, 4):
+            for group_size in (32, 64, 128):
+                self.compare(*qkv(2, 6, 2, 3, 70, 128), bits=bits, group_size=group_size)
+            for dtype in ("float16", "bfloat16"):
+                self.compare(*qkv(2, 9, 3, 1, 70, 64, dtype=dtype), bits=bits)
+
+    def test_masks(self):
+        for mask in (None, "causal", normal(4, 50) > -1, normal(4, 50), normal(2, 1, 4, 50)):
+            self.compare(*qkv(2, 6, 2, 4, 50), mask=mask)
+
+    def test_growing_cache(self):
+        """Slices of a longer cache, as mlx_lm's QuantizedKVCache gives them."""
+        q, k, v = qkv(kv_len=96)
+        keys, values = ([part[..., :50, :] for part in mx.quantize(cache)] for cache in (k, v))
+        packed = ([mx.contiguous(part) for part in cache] for cache in (keys, values))
+        got, expected = (km.quantized_scaled_dot_product_attention(q, *caches, 0.125)
+                         for caches in ((keys, values), packed))
+        self.assertTrue(mx.array_equal(got, expected))
+        self.assertEqual(km.stats()["served"], 2)
+
+    def test_fallbacks(self):
+        q, k, v = qkv(kv_len=20)
+        for reason, bits, mask in (("a quantised cache of 6 bits in groups of 64", 6, None),
+                                   ("a quantised cache and a mask that differs by head", 8, normal(1, 9, 1, 20))):
+            keys, values = (mx.quantize(cache, group_size=64, bits=bits) for cache in (k, v))
+            km.reset_stats()
+            got = km.quantized_scaled_dot_product_attention(q, keys, values, 0.125, mask, 64, bits)
+            self.assertEqual(km.stats(), {"served": 0, "kernels": {}, "fallbacks": {reason: 1}})
+            unpacked = (mx.dequantize(*cache, group_size=64, bits=bits) for cache in (keys, values))
+            self.assertLess(relative_rms(got, mlx_attention(q, *unpacked, scale=0.125, mask=mask)), 1e-5)
+
+    def test_gradients_of_queries(self):
+        q, k, v = qkv(kv_len=20)
+        keys, values = mx.quantize(k), mx.quantize(v)
+        ours, mlx = (mx.grad(lambda q: (f(q) ** 2).sum())(q) for f in (
+            lambda q: km.quantized_scaled_dot_product_attention(q, keys, values, 0.125),
+            lambda q: mlx_attention(q, mx.dequantize(*keys), mx.dequantize(*values), scale=0.125)))
+        self.assertLess(relative_rms(ours, mlx), 1e-5)
+        self.assertGreater(mx.abs(mlx).max().item(), 0)
+
+    def test_errors(self):
+        q, k, v = qkv(kv_len=20)
+        keys, values = mx.quantize(k), mx.quantize(v)
+        for argument, call in (("queries", (q[0], keys, values)), ("q_keys", (q, [part[0] for part in keys], values)),
+                               ("k", (q, (keys[0][..., :8], *keys[1:]), values))):
+            with self.assertRaisesRegex(ValueError, rf"^\[kvonce[.]mlx[.]\w+\] {argument}\w*: got .*, allowed: "):
+                km.quantized_scaled_dot_product_attention(*call, 0.125)
+
+
+@unittest.skipIf(mx is None, "mlx is not installed")
 class MlxFallbacksTest(MlxCase):
     def test_prefill(self):
         self.assert_falls_back(PREFILL, *qkv(q_len=65, kv_len=65), mask="causal")
