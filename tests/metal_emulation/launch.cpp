@@ -141,7 +141,8 @@ Launch make_launch(const Problem& p, const Inputs& inputs, const Choice& choice)
   return launch;
 }
 
-std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t order_seed, void* out, float* lse) {
+std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t order_seed, void* out, float* lse,
+                       Counts* attend_counts) {
   const std::int64_t num_chunks = launch.params[kvonce_metal::kNumChunks];
   const std::int64_t dim_v = launch.attend->head_dim_v;
   GuardedBuffer partial_o = nan_buffer(launch.num_rows * num_chunks * dim_v * 4);
@@ -163,6 +164,7 @@ std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t
                                launch.mask_strides.data(),
                                reinterpret_cast<float*>(partial_o.data()),
                                reinterpret_cast<float*>(partial_sums.data())};
+  reset_counts();
   ThreadgroupRun run{&launch, &attend_args, nullptr, reinterpret_cast<float*>(shared.data()), {}};
   for (std::int64_t z = 0; z < launch.grid_z; ++z) {
     for (std::int64_t y = 0; y < launch.grid_y; ++y) {
@@ -173,6 +175,7 @@ std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t
       }
     }
   }
+  if (attend_counts != nullptr) *attend_counts = counts();
   // Every partial has been written: no NaN of 0xff bytes is left.
   for (std::int64_t i = 0; i < launch.num_rows * num_chunks * 2; ++i) {
     std::uint32_t bits = 0;

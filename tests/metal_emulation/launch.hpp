@@ -7,6 +7,7 @@
 
 #include "kernels.hpp"
 #include "kvonce/attend.hpp"
+#include "lanes.hpp"
 #include "metal/params.h"
 
 namespace kvonce::emulation {
@@ -53,7 +54,8 @@ Launch make_launch(const Problem& problem, const Inputs& inputs, const Choice& c
 
 /// Runs attend_* and merge_partials over the grid, threadgroup by threadgroup. out: [num_seqs, num_q_heads, q_len, head_dim_v]
 /// packed; lse: [num_seqs, num_q_heads, q_len]. Partials and threadgroup memory start as NaN and end at an unmapped page.
-/// Returns what was written outside its place, or an empty string.
-std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t order_seed, void* out, float* lse);
+/// attend_counts: what attend_* executed. Returns what was written outside its place, or an empty string.
+std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t order_seed, void* out, float* lse,
+                       Counts* attend_counts = nullptr);
 
 }  // namespace kvonce::emulation
