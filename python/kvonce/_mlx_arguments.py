@@ -61,18 +61,30 @@ def check_qkv(q, k, v):
 
 
 def check_quantized(queries, q_keys, q_values, group_size, bits):
-    """The dtype of out. The shapes of codes, scales and biases are checked by kvonce.attend."""
+    """The dtype of out."""
     require_array("queries", queries)
     if queries.ndim != 4 or queries.dtype not in DTYPES:
         raise BadArgument("queries", f"shape {shape_text(queries.shape)}, dtype {dtype_name(queries.dtype)}",
                           f"rank 4 and one of {_DTYPE_NAMES}")
+    if bits not in (4, 8) or group_size not in (32, 64, 128):
+        raise Fallback(f"a quantised cache of {bits} bits in groups of {group_size}")
+    num_seqs, num_q_heads, _, head_dim = queries.shape
     for name, cache in (("q_keys", q_keys), ("q_values", q_values)):
         for part in cache:
             require_array(name, part)
-            if part.ndim != 4:
-                raise BadArgument(name, f"shape {shape_text(part.shape)}", "rank 4, [num_seqs, heads, tokens, ...]")
-    if bits not in (4, 8) or group_size not in (32, 64, 128):
-        raise Fallback(f"a quantised cache of {bits} bits in groups of {group_size}")
+        shapes = [tuple(part.shape) for part in cache]
+        codes = shapes[0]
+        if len(codes) != 4 or codes[0] != num_seqs or not codes[1] or num_q_heads % codes[1]:
+            raise BadArgument(name, f"codes of shape {shape_text(codes)}",
+                              f"({num_seqs}, heads that divide the {num_q_heads} of queries, tokens, words)")
+        if name == "q_keys" and codes[3] * 32 != head_dim * bits:
+            raise BadArgument(name, f"{codes[3]} words of a token", f"{head_dim * bits // 32}, a head_dim of {head_dim}")
+        if name == "q_values" and codes[:3] != tuple(q_keys[0].shape[:3]):
+            raise BadArgument(name, f"codes of shape {shape_text(codes)}", "the first three dims of q_keys")
+        wanted = (*codes[:3], codes[3] * 32 // bits // group_size)
+        if shapes[1:] != [wanted, wanted]:
+            raise BadArgument(name, f"scales and biases of shape {shape_text(shapes[1])} and {shape_text(shapes[2])}",
+                              shape_text(wanted))
     return mx.result_type(queries.dtype, q_keys[1].dtype)
 
 

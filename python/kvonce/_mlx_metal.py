@@ -18,8 +18,8 @@ _BODY_FILES = {"vector": "attend.metal.h", "matrix": "attend_matrix.metal.h", "p
 _MERGE_FILES = ("params.h", "dialect.h", "work.metal.h", "merge.metal.h")
 
 ATTEND_INPUTS = ("q", "k", "v", "kv_lens", "kv_starts", "mask", "alibi_slopes", "params", "scalars")
-ATTEND_OUTPUTS = ("partial_o", "partial_lse")
-MERGE_INPUTS = ("partial_o", "partial_lse", "sinks", "params")
+ATTEND_OUTPUTS = ("partial_o", "partial_sums")
+MERGE_INPUTS = ("partial_o", "partial_sums", "sinks", "params")
 MERGE_OUTPUTS = ("out", "lse")
 
 _PLACE = """
@@ -48,7 +48,7 @@ _ATTEND = """
   buffers.v_strides = v_strides;
   buffers.mask_strides = mask_strides;
   buffers.partial_o = partial_o;
-  buffers.partial_lse = partial_lse;
+  buffers.partial_sums = partial_sums;
 """ + _PLACE + """
   kvonce_metal::attend_BODY<TEMPLATE>(buffers, shared, place);
 """
@@ -57,7 +57,7 @@ _MERGE = """
   threadgroup float shared[kSharedFloats];
   kvonce_metal::MergeBuffers buffers;
   buffers.partial_o = partial_o;
-  buffers.partial_lse = partial_lse;
+  buffers.partial_sums = partial_sums;
   buffers.sinks = sinks;
   buffers.params = params;
 """ + _PLACE + """
@@ -193,15 +193,15 @@ def launch(plan, q, k, v, mask, sinks, scale, causal, out_dtype, stream=None, ve
     template = [("T", q.dtype), ("kDimQk", dim_qk), ("kDimV", dim_v)]
     if plan.body == "vector":
         template.append(("kRows", plan.row_tile))
-    partial_o, partial_lse = attend_kernel(plan.body)(
+    partial_o, partial_sums = attend_kernel(plan.body)(
         inputs=[q, k, v, _unused(mx.int32), _unused(mx.int32), mask, _unused(mx.float32), params, _scalars(scale)],
         template=[*template, ("kSharedFloats", plan.threadgroup_bytes // 4)],
         grid=(plan.threads * plan.threadgroups[0], plan.threadgroups[1], plan.threadgroups[2]),
-        threadgroup=(plan.threads, 1, 1), output_shapes=[(partials * dim_v,), (max(partials, _MIN_ELEMENTS),)],
+        threadgroup=(plan.threads, 1, 1), output_shapes=[(partials * dim_v,), (max(2 * partials, _MIN_ELEMENTS),)],
         output_dtypes=[mx.float32, mx.float32], stream=stream, verbose=verbose)
     merge_threads = policy.LANES * plan.merge_simdgroups
     out, lse = merge_kernel()(
-        inputs=[partial_o, partial_lse, _sinks_of(sinks), params],
+        inputs=[partial_o, partial_sums, _sinks_of(sinks), params],
         template=[("T", out_dtype), ("kDimV", dim_v), ("kSharedFloats", plan.merge_threadgroup_bytes // 4)],
         grid=(merge_threads * plan.merge_threadgroups[0], 1, 1), threadgroup=(merge_threads, 1, 1),
         output_shapes=[(num_seqs, num_q_heads, q_len, dim_v), (num_seqs, num_q_heads, q_len)],

@@ -181,7 +181,7 @@ class MlxQuantizedTest(MlxCase):
     def test_growing_cache(self):
         """Slices of a longer cache, as mlx_lm's QuantizedKVCache gives them."""
         q, k, v = qkv(kv_len=96)
-        keys, values = ([part[..., :50, :] for part in mx.quantize(cache)] for cache in (k, v))
+        keys, values = ([part[..., :50, :] for part in mx.quantize(cache, bits=8)] for cache in (k, v))
         packed = ([mx.contiguous(part) for part in cache] for cache in (keys, values))
         got, expected = (km.quantized_scaled_dot_product_attention(q, *caches, 0.125)
                          for caches in ((keys, values), packed))
@@ -201,19 +201,21 @@ class MlxQuantizedTest(MlxCase):
 
     def test_gradients_of_queries(self):
         q, k, v = qkv(kv_len=20)
-        keys, values = mx.quantize(k), mx.quantize(v)
+        keys, values = mx.quantize(k, bits=8), mx.quantize(v, bits=8)
         ours, mlx = (mx.grad(lambda q: (f(q) ** 2).sum())(q) for f in (
             lambda q: km.quantized_scaled_dot_product_attention(q, keys, values, 0.125),
-            lambda q: mlx_attention(q, mx.dequantize(*keys), mx.dequantize(*values), scale=0.125)))
+            lambda q: mlx_attention(q, mx.dequantize(*keys, bits=8), mx.dequantize(*values, bits=8), scale=0.125)))
         self.assertLess(relative_rms(ours, mlx), 1e-5)
         self.assertGreater(mx.abs(mlx).max().item(), 0)
 
     def test_errors(self):
         q, k, v = qkv(kv_len=20)
-        keys, values = mx.quantize(k), mx.quantize(v)
+        keys, values = mx.quantize(k, bits=8), mx.quantize(v, bits=8)
         for argument, call in (("queries", (q[0], keys, values)), ("q_keys", (q, [part[0] for part in keys], values)),
-                               ("k", (q, (keys[0][..., :8], *keys[1:]), values))):
-            with self.assertRaisesRegex(ValueError, rf"^\[kvonce[.]mlx[.]\w+\] {argument}\w*: got .*, allowed: "):
+                               ("q_keys", (q, (keys[0][..., :8], *keys[1:]), values)),
+                               ("q_values", (q, keys, (values[0], values[1][:, :2], values[2]))),
+                               ("q_values", (q, keys, [part[:, :, :10] for part in values]))):
+            with self.assertRaisesRegex(ValueError, rf"^\[kvonce[.]mlx[.]\w+\] {argument}: got .*, allowed: "):
                 km.quantized_scaled_dot_product_attention(*call, 0.125)
 
 
