@@ -27,6 +27,7 @@ LAYER_OF_PREFIX = [
     ("tests/build/consumer", "consumer"),
     ("tests/cpu/", "tests_cpu"),
     ("tests/cuda/", "tests_cuda"),
+    ("tests/metal_emulation/", "tests_metal"),
     ("tests/", "tests"),
     ("examples/", "consumer"),
     ("integrations/", "consumer"),
@@ -54,6 +55,7 @@ ALLOWED = {
     "tests": {"include", "shared", "core", "tools"},  # the conformance library is part of the command
     "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
     "tests_cuda": {"include", "shared", "core", "tools", "tests", "cuda"},
+    "tests_metal": {"include", "shared", "core", "tools", "tests", "metal"},
     "consumer": {"include"},
 }
 
@@ -66,7 +68,7 @@ def layer_of(path):
 
 def resolve(included, includer, known):
     """The repository path that an include line means, or None."""
-    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tools/conformance", "tests", "bench"]
+    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tools/conformance", "tests", "tests/read_factor", "bench"]
     candidates = (posixpath.normpath(posixpath.join(folder, included)) for folder in folders)
     return next((path for path in candidates if path in known), None)
 
