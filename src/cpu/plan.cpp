@@ -195,7 +195,10 @@ void lay_out_workspace(core::PlanData& data) {
   w.partial_o = builder.add(WorkspaceBuilder::product(partials, round_up(p.head_dim_v, kPadFloats)), 4);
   const std::int64_t block_rows = std::min(data.rows_per_stream, data.policy.rows_per_worker);
   w.scratch_bytes = static_cast<std::size_t>(
-      round_up(4 * scratch_floats(block_rows, p.head_dim_qk, p.head_dim_v, data.policy.step_tokens), 64));
+      round_up(4 * scratch_floats(block_rows, p.head_dim_qk, p.head_dim_v, data.policy.step_tokens,
+                                  num_groups(p.k_format, p.head_dim_qk, p.quant_group),
+                                  num_groups(p.v_format, p.head_dim_v, p.quant_group)),
+               64));
   w.scratch = builder.add(data.device.num_threads, static_cast<std::int64_t>(w.scratch_bytes));
   w.total_bytes = builder.total();
 }
