@@ -8,9 +8,19 @@ NotImplementedError (right, but not served here), RuntimeError (a target or devi
 In CUDA memory a call enqueues its work on a stream and returns: nothing is copied or waited for, and a CUDA graph may
 capture it. torch's tensors are the direct way; others (CuPy, JAX) go through torch, which has to be installed, without
 copies either.
+
+Installed with KVONCE_NATIVE=0 the package is Python alone: kvonce.mlx serves Apple GPUs, every function here raises
+RuntimeError and says what is missing.
 """
-from . import _core
-from ._core import Device, Plan
+try:
+    import kvonce._core as _core
+    from kvonce._core import Device, Plan
+except ModuleNotFoundError as error:
+    if error.name != "kvonce._core":
+        raise
+    from ._missing import MissingCore
+
+    _core = MissingCore()
 
 __version__ = _core.version()
 __all__ = ["Device", "Plan", "attend", "devices", "explain", "merge", "plan"]
@@ -110,6 +120,12 @@ def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_le
 def explain(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, **options):
     """What plan(...) of the same arguments decides, as text of several lines, and why it rejected other kernels."""
     return plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, **options).explain()
+
+
+def __getattr__(name):
+    if name in ("Device", "Plan"):  # of a package of Python alone: says so
+        return getattr(_core, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def devices():

@@ -53,6 +53,7 @@ struct PlanData {
   WorkspaceLayout workspace;
   std::shared_ptr<const BackendPlan> backend_plan;  // null on the CPU
   std::vector<std::string> rejected;                // "kernel: reason", for explain()
+  std::string prediction;  // time by a model, for explain() of a device that nobody here has measured; empty elsewhere
 };
 
 }  // namespace kvonce::core

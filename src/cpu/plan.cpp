@@ -91,6 +91,11 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
                      std::to_string(policy.join_blocks),
                  "0, -1, 0 on the cpu backend, which has no thread blocks");
   }
+  if (policy.body != 0 || policy.simdgroups != 0) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.body, policy.simdgroups",
+                 std::to_string(policy.body) + ", " + std::to_string(policy.simdgroups),
+                 "0, 0 on the cpu backend, which has no simdgroups");
+  }
   if (policy.worker_bytes == 0) policy.worker_bytes = kWorkerBytes;
   if (policy.row_tile == 0) {
     // The largest that the registers hold. Share of the roof with tiles of 8 and 4, 8 rows, Ice Lake: 32q/4kv d128
