@@ -27,6 +27,7 @@ LAYER_OF_PREFIX = [
     ("tests/build/consumer", "consumer"),
     ("tests/cpu/", "tests_cpu"),
     ("tests/cuda/", "tests_cuda"),
+    ("tests/metal/", "tests_metal"),
     ("tests/metal_emulation/", "tests_metal"),
     ("tests/", "tests"),
     ("examples/", "consumer"),

@@ -230,6 +230,8 @@ kvonce::Problem to_problem(const kvonce_problem& c) {
   problem.has_mask_slopes = to_flag(c.has_mask_slopes, "has_mask_slopes");
   problem.has_segments = to_flag(c.has_segments, "has_segments");
   problem.mask_dtype = to_enum(c.mask_dtype, kvonce::DType::bf16, "mask_dtype");
+  problem.scales_dtype = to_enum(c.scales_dtype, kvonce::DType::bf16, "scales_dtype");
+  require_zero(c.reserved, "reserved");
   return problem;
 }
 
@@ -269,10 +271,10 @@ kvonce::Inputs to_inputs(const kvonce_inputs& c) {
   inputs.block_table = c.block_table;
   inputs.block_table_stride = c.block_table_stride;
   inputs.num_pages = c.num_pages;
-  inputs.k_scales = c.k_scales;
-  inputs.v_scales = c.v_scales;
-  inputs.k_biases = c.k_biases;
-  inputs.v_biases = c.v_biases;
+  inputs.k_scales = {c.k_scales, c.k_scales_seq_stride, c.k_scales_head_stride, c.k_scales_token_stride};
+  inputs.v_scales = {c.v_scales, c.v_scales_seq_stride, c.v_scales_head_stride, c.v_scales_token_stride};
+  inputs.k_biases = {c.k_biases, c.k_biases_seq_stride, c.k_biases_head_stride, c.k_biases_token_stride};
+  inputs.v_biases = {c.v_biases, c.v_biases_seq_stride, c.v_biases_head_stride, c.v_biases_token_stride};
   inputs.segments = reinterpret_cast<const kvonce::Segment*>(c.segments);
   inputs.num_segments = c.num_segments;
   inputs.kv_len = c.kv_len;

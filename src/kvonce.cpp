@@ -4,33 +4,9 @@
 #include "core/backend.hpp"
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
+#include "metal/backend.hpp"
 
 namespace kvonce {
-namespace {
-
-std::vector<Device> missing_device(Backend backend, const char* reason) {
-  Device device;
-  device.backend = backend;
-  device.unavailable = reason;
-  return {device};
-}
-
-constexpr const char* kNoMetal = "backend metal: not in this build of kvonce; use backend cpu";
-
-void attend_nowhere(const core::PlanData&, const Inputs&, const Outputs&, void*, const Context&) {
-  throw Error(ErrorCode::Internal, "attend: the plan names a backend that is not in this build");
-}
-
-const core::BackendTable kMetalStub = {
-    Backend::metal,
-    [] { return missing_device(Backend::metal, kNoMetal); },
-    [](core::PlanData&, const PlanOptions&) { throw Error(ErrorCode::Unavailable, kNoMetal); },
-    attend_nowhere,
-    nullptr,
-    nullptr,
-};
-
-}  // namespace
 
 const core::BackendTable& core::backend_table(Backend backend) {
   switch (backend) {
@@ -39,7 +15,7 @@ const core::BackendTable& core::backend_table(Backend backend) {
     case Backend::cuda:
       return cuda::backend();
     case Backend::metal:
-      return kMetalStub;
+      return metal::backend();
   }
   throw Error(ErrorCode::InvalidArgument,
               "device.backend: got a value outside the enumeration, allowed: cpu, cuda, metal");
@@ -59,6 +35,7 @@ std::uint64_t cuda_capture_id(void* stream, int ordinal) { return cuda::capture_
 void cuda_retain_in_capture(void* stream, int ordinal, void (*release)(void*), void* object) {
   cuda::retain_in_capture(stream, ordinal, release, object);
 }
+Device metal_device(std::string_view target, int num_cores) { return metal::device(target, num_cores); }
 Device cpu_device(std::string_view target, int num_threads) { return cpu::device(target, num_threads); }
 
 }  // namespace kvonce

@@ -79,12 +79,14 @@ typedef struct kvonce_problem {
   int64_t page_size;   /* tokens per page of the paged layouts, >= 1 */
   kvonce_kv_layout layout;
   kvonce_mask_kind mask;
-  int32_t v_is_k_prefix;   /* V is K's first head_dim_v dims, in the same memory */
-  int32_t has_sinks;       /* kvonce_inputs.sinks: one extra logit per query head */
-  int32_t has_alibi;       /* kvonce_inputs.alibi_slopes */
-  int32_t has_mask_slopes; /* kvonce_inputs.mask_slopes multiply an additive mask */
-  int32_t has_segments;    /* kvonce_inputs.segments: which sequences read which token range */
-  kvonce_dtype mask_dtype; /* elements of an additive mask; KVONCE_DTYPE_F32 with any other */
+  int32_t v_is_k_prefix;     /* V is K's first head_dim_v dims, in the same memory */
+  int32_t has_sinks;         /* kvonce_inputs.sinks: one extra logit per query head */
+  int32_t has_alibi;         /* kvonce_inputs.alibi_slopes */
+  int32_t has_mask_slopes;   /* kvonce_inputs.mask_slopes multiply an additive mask */
+  int32_t has_segments;      /* kvonce_inputs.segments: which sequences read which token range */
+  kvonce_dtype mask_dtype;   /* elements of an additive mask; KVONCE_DTYPE_F32 with any other */
+  kvonce_dtype scales_dtype; /* of the MLX formats' scales and biases; KVONCE_DTYPE_F32 with any other */
+  int32_t reserved;          /* must be 0 */
 } kvonce_problem;
 #define KVONCE_PROBLEM_BASIC_SIZE offsetof(kvonce_problem, quant_group)
 
@@ -137,13 +139,28 @@ typedef struct kvonce_inputs {
   const int32_t* block_table; /* [num_seqs, >= ceil(kv_len / page_size)] page ids */
   int64_t block_table_stride; /* page ids between two sequences */
   int64_t num_pages;          /* pages in k and v */
-  const void* k_scales;
-  const void* v_scales;
-  const void* k_biases;
+  const void*
+      k_scales; /* MLX: [num_seqs, num_kv_heads, kv_len, head_dim_qk / quant_group] of scales_dtype, see the end;
+                           f8_e4m3: float [num_kv_heads] */
+  const void* v_scales; /* the same of v, head_dim_v */
+  const void* k_biases; /* MLX: as k_scales */
   const void* v_biases;
   const kvonce_segment* segments; /* [num_segments] */
   int64_t num_segments;
   int64_t kv_len; /* tokens in k and v: every sequence's length, or with kv_lens the most; -1: max_kv_len */
+  /* Of the MLX formats' scales and biases, in elements: those of one token lie side by side. */
+  int64_t k_scales_seq_stride;
+  int64_t k_scales_head_stride;
+  int64_t k_scales_token_stride;
+  int64_t v_scales_seq_stride;
+  int64_t v_scales_head_stride;
+  int64_t v_scales_token_stride;
+  int64_t k_biases_seq_stride;
+  int64_t k_biases_head_stride;
+  int64_t k_biases_token_stride;
+  int64_t v_biases_seq_stride;
+  int64_t v_biases_head_stride;
+  int64_t v_biases_token_stride;
 } kvonce_inputs;
 #define KVONCE_INPUTS_BASIC_SIZE offsetof(kvonce_inputs, mask)
 

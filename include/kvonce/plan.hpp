@@ -19,19 +19,22 @@ struct PlanData;
 /// One way to run attention on this machine: a backend and, on the CPU, an instruction-set target.
 struct Device {
   Backend backend = Backend::cpu;
-  std::string target;       // CPU: "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; CUDA: "sm_90", ...
-  int ordinal = 0;          // CUDA: the device's number
-  int num_sms = 0;          // CUDA: streaming multiprocessors
-  std::string name;         // the processor's own name
-  std::string unavailable;  // empty when usable, else one sentence saying why not
-  int num_threads = 1;      // threads a plan may use; results do not depend on it
+  /// CPU: "portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"; CUDA: "sm_90", ...; Metal: "apple7" (M1) and on.
+  std::string target;
+  int ordinal = 0;            // CUDA: the device's number
+  int num_sms = 0;            // CUDA: streaming multiprocessors; Metal: GPU cores; 0 when unknown
+  std::string name;           // the processor's own name
+  std::string unavailable;    // empty when usable, else one sentence saying why not
+  int num_threads = 1;        // threads a plan may use; results do not depend on it
   std::int64_t l1_bytes = 0;  // data caches; 0 when unknown
   std::int64_t l2_bytes = 0;
   std::int64_t l3_bytes = 0;
   bool fetches_line_pairs = false;  // a miss brings the neighbour of its cache line too
   bool fast_pair_dot = false;  // the processor multiplies bf16 pairs faster than it converts and multiplies float32
   double read_gbps = 0.0;      // measured streaming read bandwidth for explain()'s prediction; 0 when unknown
-  bool follows_prefetches = false;  // prefetches in address order start the streams that loads in that order do
+  bool follows_prefetches = false;     // prefetches in address order start the streams that loads in that order do
+  std::int64_t threadgroup_bytes = 0;  // Metal: maxThreadgroupMemoryLength; 0: 32 KB, what every Apple GPU has
+  std::int64_t max_threadgroup_threads = 0;  // Metal: the pipelines' maxTotalThreadsPerThreadgroup; 0: unknown
 
   [[nodiscard]] bool operator==(const Device&) const = default;
 };
@@ -50,6 +53,12 @@ KVONCE_API Device cpu_device(std::string_view target, int num_threads = 0);
 /// A CUDA device of this machine by number. Throws Error{Unavailable} when the build or the machine has no such device.
 KVONCE_API Device cuda_device(int ordinal = 0);
 
+/// An Apple GPU as its owner describes it, to plan for: nothing of this machine is asked. target: "apple7" (M1, A14) to
+/// "apple10" (M5), the GPU family of Metal's feature tables; num_cores: 0 when unknown. Plans made for it explain
+/// themselves; attend() answers Unavailable, since MLX launches the kernels (python/kvonce/mlx.py).
+/// Throws Error{InvalidArgument} for another name or number.
+KVONCE_API Device metal_device(std::string_view target, int num_cores = 0);
+
 /// The tunables, chosen by a pure function of problem and device; 0 means "choose".
 struct Policy {
   std::int64_t row_tile = 0;         // rows kept in registers, 1..8 on the CPU
@@ -64,9 +73,11 @@ struct Policy {
   std::int64_t worker_bytes = 0;  // K and V bytes that a call's rows see, per worker: smaller calls wake fewer threads
   /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
   std::int64_t prefetch_level = 0;
-  std::int64_t splits = 0;       // CUDA: blocks that share one KV stream
+  std::int64_t splits = 0;       // CUDA, Metal: blocks or threadgroups that share one KV stream
   std::int64_t cluster = -1;     // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
   std::int64_t join_blocks = 0;  // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster
+  std::int64_t body = 0;         // Metal: 1 vector, 2 matrix, 3 per_head (the baseline); 0: choose 1 or 2
+  std::int64_t simdgroups = 0;   // Metal: simdgroups of a threadgroup
 
   [[nodiscard]] bool operator==(const Policy&) const = default;
 };

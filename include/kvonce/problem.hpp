@@ -26,7 +26,8 @@ struct Problem {
   DType out_dtype = DType::f32;
   KvFormat k_format = KvFormat::f32;
   KvFormat v_format = KvFormat::f32;  // K and V may differ
-  std::int64_t quant_group = 0;       // values per scale of the MLX formats: 32, 64 or 128; 0 otherwise
+  std::int64_t quant_group = 0;       // values per scale and bias of the MLX formats: 32, 64 or 128; 0 otherwise
+  DType scales_dtype = DType::f32;    // of the MLX formats' scales and biases; f32 otherwise
   KvLayout layout = KvLayout::strided;
   std::int64_t page_size = 0;  // tokens per page of the paged layouts, >= 1; 0 otherwise
   bool v_is_k_prefix = false;  // V is K's first head_dim_v dims (same memory): its bytes count once

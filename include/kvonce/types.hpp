@@ -22,8 +22,8 @@ enum class KvFormat : std::uint8_t {
   f32,
   f16,
   bf16,
-  f8_e4m3,   // one byte per value, no infinities, one float scale per KV head
-  mlx_int8,  // MLX affine: 8-bit codes, a scale and a bias per `quant_group` values
+  f8_e4m3,  // one byte per value, no infinities, one float scale per KV head
+  mlx_int8,  // MLX affine: scale * code + bias; 8-bit codes, a scale and a bias per `quant_group` values in arrays of their own
   mlx_int4,  // MLX affine: 4-bit codes, two per byte, low nibble first
   q8_0,      // GGML: blocks of 32 values, one f16 scale and 32 int8
   q4_0,  // GGML: blocks of 32 values, one f16 scale and 16 bytes, value i in the low nibble of byte i, i + 16 in the high

@@ -260,6 +260,25 @@ Array import_array(nb::handle object, const char* name, bool writable) {
   return array;
 }
 
+Array import_codes(nb::handle object, const char* name, int bits) {
+  refuse_gradients(object, name);
+  const std::string allowed = "codes of " + std::to_string(bits) + " bits packed in uint32, int32 or uint8";
+  Array array;
+  if (!describe(object, false, array)) refuse(name, "an object of type " + class_name_of(object), allowed);
+  const bool is_integer = array.type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::UInt) ||
+                          array.type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int);
+  if (!is_integer || array.type.lanes != 1 || (array.type.bits != 32 && array.type != nb::dtype<std::uint8_t>())) {
+    refuse(name, dlpack_text(array.type), allowed);
+  }
+  require_unit_last_stride(array, name);
+  if (array.shape.empty()) return array;
+  const std::int64_t codes = array.type.bits / bits;
+  for (std::int64_t& stride : array.strides) stride *= codes;
+  array.shape.back() *= codes;
+  array.strides.back() = 1;
+  return array;
+}
+
 void require_unit_last_stride(const Array& array, const char* name) {
   const bool is_empty = std::find(array.shape.begin(), array.shape.end(), 0) != array.shape.end();
   if (!is_empty && array.shape.back() > 1 && array.strides.back() != 1) {

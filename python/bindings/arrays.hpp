@@ -52,6 +52,10 @@ bool is_foreign_cuda(nb::handle object);
 /// work on a CUDA device.
 Array import_array(nb::handle object, const char* name, bool writable = false);
 
+/// Codes of 8 or 4 bits, packed in uint32, int32 or uint8, low bits first; shape and strides count codes. Errors as
+/// import_array(), and where the last dim is not contiguous.
+Array import_codes(nb::handle object, const char* name, int bits);
+
 /// A mask: bool or uint8 (0 hides) is `boolean`, f32, f16 and bf16 are `additive`. Errors as import_array().
 struct Mask {
   Array array;

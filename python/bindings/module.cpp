@@ -47,6 +47,8 @@ struct AttendOptions {
   float softcap;
   bool v_is_k_prefix;
   Text out_dtype;
+  Text k_format;
+  Text v_format;
 };
 
 /// The parts of a problem that say which score rules a call has.
@@ -69,8 +71,12 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions&
     return attend_through_torch(on_tensors, q, k, v, arguments);
   }
   const Array q_array = import_array(q, "q");
-  const Array k_array = import_array(k, "k");
-  const Array v_array = import_array(v, "v");
+  const auto import_kv = [](nb::handle object, const char* name, const Text& format, const char* argument) {
+    return format ? import_cache(object, name, parse_format(*format, argument)) : import_array(object, name);
+  };
+  const Text v_format = options.v_format ? options.v_format : options.k_format;
+  const Array k_array = import_kv(k, "k", options.k_format, "k_format");
+  const Array v_array = import_kv(v, "v", v_format, "v_format");
   require_4d(q_array, "q", "[num_seqs, num_q_heads, q_len, head_dim_qk]");
   require_4d(k_array, "k", "[num_seqs, num_kv_heads, kv_len, head_dim_qk]");
   require_4d(v_array, "v", "[num_seqs, num_kv_heads, kv_len, head_dim_v]");
@@ -84,8 +90,12 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions&
   if (problem.head_dim_v == 0) refuse("v", "shape " + shape_text(v_array.shape), "a head_dim_v of at least 1");
   problem.max_kv_len = k_array.shape[2];
   problem.q_dtype = q_array.dtype;
-  problem.k_format = static_cast<KvFormat>(k_array.dtype);  // they agree in order
-  problem.v_format = static_cast<KvFormat>(v_array.dtype);
+  const auto format_of = [](const Array& array, const Text& format, const char* argument) {
+    return format ? parse_format(*format, argument) : static_cast<KvFormat>(array.dtype);  // they agree in order
+  };
+  problem.k_format = format_of(k_array, options.k_format, "k_format");
+  problem.v_format = format_of(v_array, v_format, "v_format");
+  name_scales(arguments, problem);
   problem.out_dtype = q_array.dtype;
   if (options.out_dtype) {
     problem.out_dtype = parse_dtype(*options.out_dtype, "out_dtype");
@@ -108,14 +118,18 @@ void bind_plan(nb::module_& module) {
           "attend",
           [](BoundPlan& self, nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
              nb::handle sinks, nb::handle out, bool return_lse, std::optional<std::uintptr_t> stream,
-             nb::handle alibi_slopes, nb::handle mask, nb::handle mask_slopes) {
+             nb::handle alibi_slopes, nb::handle mask, nb::handle mask_slopes, nb::handle k_scales, nb::handle k_biases,
+             nb::handle v_scales, nb::handle v_biases) {
             return self.attend(q, k, v,
-                               {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes});
+                               {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes,
+                                k_scales, k_biases, v_scales, v_biases});
           },
           nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::kw_only(), nb::arg("kv_lens") = nb::none(),
           nb::arg("kv_starts") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("out") = nb::none(),
           nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
-          nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none(), kPlanAttend)
+          nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none(), nb::arg("k_scales") = nb::none(),
+          nb::arg("k_biases") = nb::none(), nb::arg("v_scales") = nb::none(), nb::arg("v_biases") = nb::none(),
+          kPlanAttend)
       .def(
           "explain", [](const BoundPlan& self) { return self.plan().explain(); },
           "Several lines: kernel, read factor, chunks, workspace, predicted bytes and time, rejected kernels.")
@@ -193,46 +207,53 @@ NB_MODULE(_core, module) {
          std::optional<std::int64_t> window, float softcap, nb::handle sinks, nb::handle kv_lens, nb::handle kv_starts,
          bool v_is_k_prefix, nb::handle out, const Text& out_dtype, bool return_lse,
          std::optional<std::uintptr_t> stream, const Choices& choices, nb::handle alibi_slopes, nb::handle mask,
-         nb::handle mask_slopes) {
+         nb::handle mask_slopes, const Text& k_format, const Text& v_format, nb::handle k_scales, nb::handle k_biases,
+         nb::handle v_scales, nb::handle v_biases) {
         return kvonce::python::attend(
-            q, k, v, {scale, causal, window, softcap, v_is_k_prefix, out_dtype}, choices,
-            {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes});
+            q, k, v, {scale, causal, window, softcap, v_is_k_prefix, out_dtype, k_format, v_format}, choices,
+            {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes, k_scales, k_biases,
+             v_scales, v_biases});
       },
       nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("scale"), nb::arg("causal"),
       nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("kv_lens").none(),
       nb::arg("kv_starts").none(), nb::arg("v_is_k_prefix"), nb::arg("out").none(), nb::arg("out_dtype"),
       nb::arg("return_lse"), nb::arg("stream"), nb::arg("choices"), nb::arg("alibi_slopes") = nb::none(),
-      nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none());
+      nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none(), nb::arg("k_format") = nb::none(),
+      nb::arg("v_format") = nb::none(), nb::arg("k_scales") = nb::none(), nb::arg("k_biases") = nb::none(),
+      nb::arg("v_scales") = nb::none(), nb::arg("v_biases") = nb::none());
   module.def("merge", &kvonce::python::merge, nb::arg("outs").none(), nb::arg("lses").none());
-  module.def("plan",
-             [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
-                std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v,
-                const std::string& q_dtype, const Text& k_format, const Text& v_format, const Text& out_dtype,
-                std::optional<float> scale, bool causal, std::optional<std::int64_t> window, float softcap,
-                bool has_sinks, bool v_is_k_prefix, const std::string& device, const Choices& choices, bool has_alibi,
-                const Text& mask, const Text& mask_dtype, bool has_mask_slopes) {
-               kvonce::Problem problem;
-               problem.num_seqs = num_seqs;
-               problem.q_len = q_len;
-               problem.num_q_heads = num_q_heads;
-               problem.num_kv_heads = num_kv_heads;
-               problem.head_dim_qk = head_dim_qk;
-               problem.head_dim_v = head_dim_v.value_or(0);
-               problem.max_kv_len = max_kv_len;
-               problem.q_dtype = kvonce::python::parse_dtype(q_dtype, "q_dtype");
-               problem.k_format = kvonce::python::parse_format(k_format.value_or(q_dtype), "k_format");
-               problem.v_format = v_format ? kvonce::python::parse_format(*v_format, "v_format") : problem.k_format;
-               problem.out_dtype = kvonce::python::parse_dtype(out_dtype.value_or(q_dtype), "out_dtype");
-               problem.scale = scale;
-               problem.causal = causal;
-               problem.window = window.value_or(0);
-               problem.softcap = softcap;
-               problem.has_sinks = has_sinks;
-               problem.v_is_k_prefix = v_is_k_prefix;
-               problem.has_alibi = has_alibi;
-               problem.has_mask_slopes = has_mask_slopes;
-               if (mask) problem.mask = kvonce::python::parse_mask(*mask);
-               if (mask_dtype) problem.mask_dtype = kvonce::python::parse_dtype(*mask_dtype, "mask_dtype");
-               return kvonce::python::make_bound_plan(problem, kvonce::python::parse_place(device), choices);
-             });
+  module.def(
+      "plan",
+      [](std::int64_t num_q_heads, std::int64_t num_kv_heads, std::int64_t head_dim_qk, std::int64_t max_kv_len,
+         std::int64_t num_seqs, std::int64_t q_len, std::optional<std::int64_t> head_dim_v, const std::string& q_dtype,
+         const Text& k_format, const Text& v_format, const Text& out_dtype, std::optional<float> scale, bool causal,
+         std::optional<std::int64_t> window, float softcap, bool has_sinks, bool v_is_k_prefix,
+         const std::string& device, const Choices& choices, bool has_alibi, const Text& mask, const Text& mask_dtype,
+         bool has_mask_slopes, std::optional<std::int64_t> quant_group, const Text& scales_dtype) {
+        kvonce::Problem problem;
+        problem.num_seqs = num_seqs;
+        problem.q_len = q_len;
+        problem.num_q_heads = num_q_heads;
+        problem.num_kv_heads = num_kv_heads;
+        problem.head_dim_qk = head_dim_qk;
+        problem.head_dim_v = head_dim_v.value_or(0);
+        problem.max_kv_len = max_kv_len;
+        problem.q_dtype = kvonce::python::parse_dtype(q_dtype, "q_dtype");
+        problem.k_format = kvonce::python::parse_format(k_format.value_or(q_dtype), "k_format");
+        problem.v_format = v_format ? kvonce::python::parse_format(*v_format, "v_format") : problem.k_format;
+        problem.out_dtype = kvonce::python::parse_dtype(out_dtype.value_or(q_dtype), "out_dtype");
+        problem.scale = scale;
+        problem.causal = causal;
+        problem.window = window.value_or(0);
+        problem.softcap = softcap;
+        problem.has_sinks = has_sinks;
+        problem.v_is_k_prefix = v_is_k_prefix;
+        problem.has_alibi = has_alibi;
+        problem.has_mask_slopes = has_mask_slopes;
+        problem.quant_group = quant_group.value_or(0);
+        if (scales_dtype) problem.scales_dtype = kvonce::python::parse_dtype(*scales_dtype, "scales_dtype");
+        if (mask) problem.mask = kvonce::python::parse_mask(*mask);
+        if (mask_dtype) problem.mask_dtype = kvonce::python::parse_dtype(*mask_dtype, "mask_dtype");
+        return kvonce::python::make_bound_plan(problem, kvonce::python::parse_place(device), choices);
+      });
 }

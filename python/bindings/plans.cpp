@@ -123,6 +123,46 @@ void broadcast_mask(const Mask& mask, const Problem& problem, std::int64_t kv_le
   inputs.mask_token_stride = strides[3];
 }
 
+bool is_mlx(KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; }
+
+/// The scales and biases of K and V: kept alive while the call runs.
+class SideArrays {
+ public:
+  SideArrays(const Problem& problem, Place place, std::int64_t kv_len, const CallArguments& given, Inputs& inputs) {
+    struct Side {
+      nb::handle object;
+      const char* name;
+      bool is_k;
+      TensorView& view;
+    };
+    const Side sides[] = {{given.k_scales, "k_scales", true, inputs.k_scales},
+                          {given.k_biases, "k_biases", true, inputs.k_biases},
+                          {given.v_scales, "v_scales", false, inputs.v_scales},
+                          {given.v_biases, "v_biases", false, inputs.v_biases}};
+    for (std::size_t i = 0; i < std::size(sides); ++i) {
+      const Side& side = sides[i];
+      const KvFormat format = side.is_k ? problem.k_format : problem.v_format;
+      const std::string format_name = (side.is_k ? "k_format " : "v_format ") + std::string(to_string(format));
+      if (!is_mlx(format)) {
+        if (!side.object.is_none()) refuse(side.name, "an array", "None with " + format_name);
+        continue;
+      }
+      if (side.object.is_none()) refuse(side.name, "None", "an array, as " + format_name + " has it");
+      Array& array = arrays_[i];
+      array = import_array(side.object, side.name);
+      const std::int64_t dim = side.is_k ? problem.head_dim_qk : problem.dim_v();
+      require_place(array, side.name, place);
+      require_shape(array, side.name, {problem.num_seqs, problem.num_kv_heads, kv_len, dim / problem.quant_group});
+      require_dtype(array, side.name, to_string(problem.scales_dtype));
+      require_unit_last_stride(array, side.name);
+      side.view = view(array);
+    }
+  }
+
+ private:
+  Array arrays_[4];
+};
+
 /// What the driver's thread tells of graphs that are gone.
 struct Released {
   std::mutex mutex;
@@ -189,6 +229,40 @@ KvFormat parse_format(std::string_view name, const char* argument) {
   return static_cast<KvFormat>(parse_dtype(name, argument));  // they agree in order
 }
 
+Array import_cache(nb::handle object, const char* name, KvFormat format) {
+  if (is_mlx(format)) return import_codes(object, name, format == KvFormat::mlx_int8 ? 8 : 4);
+  if (format != KvFormat::f32 && format != KvFormat::f16 && format != KvFormat::bf16) {
+    throw Error(ErrorCode::Unsupported, std::string(name) + ": format " + std::string(to_string(format)) +
+                                            " is not taken from arrays yet; allowed: float32, float16, bfloat16, "
+                                            "mlx_int8, mlx_int4");
+  }
+  Array array = import_array(object, name);
+  require_dtype(array, name, to_string(format));
+  return array;
+}
+
+void name_scales(const CallArguments& arguments, Problem& problem) {
+  if (!is_mlx(problem.k_format) && !is_mlx(problem.v_format)) return;
+  const bool of_k = is_mlx(problem.k_format);
+  const char* name = of_k ? "k_scales" : "v_scales";
+  const nb::handle object = of_k ? arguments.k_scales : arguments.v_scales;
+  const std::int64_t dim = of_k ? problem.head_dim_qk : problem.dim_v();
+  if (object.is_none()) {
+    const KvFormat format = of_k ? problem.k_format : problem.v_format;
+    refuse(
+        name, "None",
+        "an array, as " + std::string(of_k ? "k_format " : "v_format ") + std::string(to_string(format)) + " has it");
+  }
+  const Array scales = import_array(object, name);
+  const std::int64_t groups = scales.shape.empty() ? 0 : scales.shape.back();
+  if (groups <= 0 || dim % groups != 0) {
+    refuse(name, "shape " + shape_text(scales.shape),
+           "[num_seqs, num_kv_heads, kv_len, " + std::to_string(dim) + " / group size]");
+  }
+  problem.quant_group = dim / groups;
+  problem.scales_dtype = scales.dtype;
+}
+
 MaskKind parse_mask(std::string_view name) {
   for (const MaskKind kind : {MaskKind::boolean, MaskKind::additive}) {
     if (name == to_string(kind)) return kind;
@@ -224,8 +298,9 @@ std::shared_ptr<BoundPlan> find_plan(const Problem& problem, Place place, const 
 
 nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k, nb::handle v,
                                 const CallArguments& a) {
-  for (const auto& [object, name] : {std::pair{a.alibi_slopes, "alibi_slopes"}, std::pair{a.mask, "mask"},
-                                     std::pair{a.mask_slopes, "mask_slopes"}}) {
+  for (const auto& [object, name] :
+       {std::pair{a.alibi_slopes, "alibi_slopes"}, std::pair{a.mask, "mask"}, std::pair{a.mask_slopes, "mask_slopes"},
+        std::pair{a.k_scales, "k_scales"}, std::pair{a.v_scales, "v_scales"}}) {
     if (!object.is_none()) {
       throw Error(ErrorCode::Unsupported,
                   std::string(name) + " is not served by the cuda backend yet; run such layers elsewhere");
@@ -298,7 +373,8 @@ void BoundPlan::run_on_cuda(const Inputs& inputs, const Outputs& outputs, std::o
 
 nb::object BoundPlan::attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments) {
   if (is_foreign_cuda(q)) return attend_through_torch(std::bind_front(&BoundPlan::attend, this), q, k, v, arguments);
-  return run(q, import_array(q, "q"), import_array(k, "k"), import_array(v, "v"), arguments);
+  return run(q, import_array(q, "q"), import_cache(k, "k", plan_.problem().k_format),
+             import_cache(v, "v", plan_.problem().v_format), arguments);
 }
 
 nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const Array& v,
@@ -310,8 +386,6 @@ nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const
   require_shape(k, "k", {problem.num_seqs, problem.num_kv_heads, kv_len, problem.head_dim_qk});
   require_shape(v, "v", {problem.num_seqs, problem.num_kv_heads, kv_len, problem.dim_v()});
   require_dtype(q, "q", to_string(problem.q_dtype));
-  require_dtype(k, "k", to_string(problem.k_format));
-  require_dtype(v, "v", to_string(problem.v_format));
   for (const auto& [array, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&v, "v"}}) {
     require_unit_last_stride(*array, name);
     require_place(*array, name, place());
@@ -328,6 +402,7 @@ nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const
   inputs.v = view(v);
   inputs.kv_len = std::min(kv_len, problem.max_kv_len);
   const Vectors vectors(problem, place(), arguments, inputs);
+  const SideArrays side_arrays(problem, place(), kv_len, arguments, inputs);
   Mask mask;
   if (!arguments.mask.is_none()) {
     mask = import_mask(arguments.mask);

@@ -35,12 +35,22 @@ struct CallArguments {
   nb::handle alibi_slopes = nb::none();
   nb::handle mask = nb::none();  // as import_mask() takes it
   nb::handle mask_slopes = nb::none();
+  nb::handle k_scales = nb::none();  // of the MLX formats
+  nb::handle k_biases = nb::none();
+  nb::handle v_scales = nb::none();
+  nb::handle v_biases = nb::none();
 };
 
 /// "f16", "float16" and so on. Throws Error{InvalidArgument} naming `argument`.
 DType parse_dtype(std::string_view name, const char* argument);
 /// The names of parse_dtype and those of KvFormat.
 KvFormat parse_format(std::string_view name, const char* argument);
+
+/// K or V of a format as an array: shape and strides count values.
+Array import_cache(nb::handle object, const char* name, KvFormat format);
+
+/// Sets quant_group and scales_dtype where a format is an MLX one, after the shapes of the scales.
+void name_scales(const CallArguments& arguments, Problem& problem);
 
 /// "boolean" or "additive". Throws Error{InvalidArgument} naming `mask`.
 MaskKind parse_mask(std::string_view name);

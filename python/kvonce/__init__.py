@@ -8,9 +8,19 @@ NotImplementedError (right, but not served here), RuntimeError (a target or devi
 In CUDA memory a call enqueues its work on a stream and returns: nothing is copied or waited for, and a CUDA graph may
 capture it. torch's tensors are the direct way; others (CuPy, JAX) go through torch, which has to be installed, without
 copies either.
+
+Installed with KVONCE_NATIVE=0 the package is Python alone: kvonce.mlx serves Apple GPUs, every function here raises
+RuntimeError and says what is missing.
 """
-from . import _core
-from ._core import Device, Plan
+try:
+    import kvonce._core as _core
+    from kvonce._core import Device, Plan
+except ModuleNotFoundError as error:
+    if error.name != "kvonce._core":
+        raise
+    from ._missing import MissingCore
+
+    _core = MissingCore()
 
 __version__ = _core.version()
 __all__ = ["Device", "Plan", "attend", "devices", "explain", "merge", "plan"]
@@ -25,8 +35,9 @@ def _dtype_name(dtype):
 
 
 def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=None, alibi_slopes=None, mask=None,
-           mask_slopes=None, kv_lens=None, kv_starts=None, v_is_k_prefix=False, chunk_tokens=None, out=None,
-           out_dtype=None, return_lse=False, threads=None, target=None, policy=None, stream=None):
+           mask_slopes=None, kv_lens=None, kv_starts=None, v_is_k_prefix=False, k_format=None, v_format=None,
+           k_scales=None, k_biases=None, v_scales=None, v_biases=None, chunk_tokens=None, out=None, out_dtype=None,
+           return_lse=False, threads=None, target=None, policy=None, stream=None):
     """Attention of a few query tokens to a long KV cache, each K and V byte read once.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64.
@@ -47,6 +58,12 @@ def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=Non
         an int32 array beside it, which is read when the work runs; what exceeds kv_len counts as kv_len.
     kv_starts: [num_seqs] tokens of left padding that are skipped; as kv_lens.
     v_is_k_prefix: v is k[..., :head_dim_v], whose bytes then are read once.
+    k_format: how K is stored; default: k's dtype. "mlx_int8" and "mlx_int4": k is what mlx.core.quantize makes of K with bits 8
+        or 4 and group_size 32, 64 or 128, [num_seqs, num_kv_heads, kv_len, head_dim_qk * bits / 32] of uint32 (or int32,
+        or four times as many uint8), and a value is scale * code + bias. Not on CUDA yet.
+    v_format: the same of V; default: k_format, else v's dtype.
+    k_scales, k_biases: of K in an MLX format, [num_seqs, num_kv_heads, kv_len, head_dim_qk / group_size] of float32, float16
+        or bfloat16, of any strides as long as those of a token lie side by side. v_scales, v_biases: of V, of the same dtype.
     chunk_tokens: fixes how tokens are split, so that a row's bits depend neither on the batch nor on kv_len.
     out: [num_seqs, num_q_heads, q_len, head_dim_v] to write to, not overlapping the inputs. Default: a new array.
     out_dtype: "float32", "float16", "bfloat16" or a dtype object; default: that of out, else of q.
@@ -63,7 +80,8 @@ def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=Non
     causal = mask is None if causal is None else causal
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
                         _dtype_name(out_dtype), return_lse, stream,
-                        _core.Choices(chunk_tokens, threads, target, policy), alibi_slopes, mask, mask_slopes)
+                        _core.Choices(chunk_tokens, threads, target, policy), alibi_slopes, mask, mask_slopes,
+                        _dtype_name(k_format), _dtype_name(v_format), k_scales, k_biases, v_scales, v_biases)
 
 
 def merge(outs, lses):
@@ -81,10 +99,13 @@ def merge(outs, lses):
 def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_len=1, head_dim_v=None,
          q_dtype="float32", k_format=None, v_format=None, out_dtype=None, scale=None, causal=None, window=0,
          softcap=0.0, has_sinks=False, has_alibi=False, mask=None, mask_dtype=None, has_mask_slopes=False,
-         v_is_k_prefix=False, device="cpu", chunk_tokens=None, threads=None, target=None, policy=None):
+         v_is_k_prefix=False, quant_group=None, scales_dtype=None, device="cpu", chunk_tokens=None, threads=None,
+         target=None, policy=None):
     """Decides once what will run, for calls of one shape and any kv_len up to max_kv_len: Plan.attend(q, k, v, ...).
 
-    k_format: dtype of K, default q_dtype; v_format: default k_format; out_dtype: default q_dtype.
+    k_format: of K as in attend, default q_dtype; v_format: default k_format; out_dtype: default q_dtype.
+    quant_group, scales_dtype: of the MLX formats, values per scale (32, 64 or 128) and dtype of scales and biases, default
+        float32; Plan.attend gets k_scales, k_biases, v_scales and v_biases.
     has_sinks, has_alibi, has_mask_slopes: Plan.attend gets sinks, alibi_slopes, mask_slopes.
     mask: "boolean" or "additive", what Plan.attend gets as mask; mask_dtype: of an additive one, default float32.
     device: where the arrays will be, "cpu", "cuda" (the first), "cuda:1" or a torch.device. The rest as in attend.
@@ -93,12 +114,18 @@ def plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, *, num_seqs=1, q_le
                       _dtype_name(q_dtype), _dtype_name(k_format), _dtype_name(v_format), _dtype_name(out_dtype), scale,
                       mask is None if causal is None else causal, window, softcap, has_sinks, v_is_k_prefix,
                       str(device), _core.Choices(chunk_tokens, threads, target, policy), has_alibi, mask,
-                      _dtype_name(mask_dtype), has_mask_slopes)
+                      _dtype_name(mask_dtype), has_mask_slopes, quant_group, _dtype_name(scales_dtype))
 
 
 def explain(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, **options):
     """What plan(...) of the same arguments decides, as text of several lines, and why it rejected other kernels."""
     return plan(num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, **options).explain()
+
+
+def __getattr__(name):
+    if name in ("Device", "Plan"):  # of a package of Python alone: says so
+        return getattr(_core, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def devices():

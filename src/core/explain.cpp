@@ -21,7 +21,18 @@ std::string with_unit(double bytes) {
 std::string formats(const Problem& p) {
   std::string text = "q " + std::string(to_string(p.q_dtype)) + ", k " + std::string(to_string(p.k_format)) + ", v " +
                      std::string(to_string(p.v_format)) + ", out " + std::string(to_string(p.out_dtype));
+  if (p.quant_group > 0) {
+    text += ", scales and biases " + std::string(to_string(p.scales_dtype)) + " per " + std::to_string(p.quant_group) +
+            " values";
+  }
   return text;
+}
+
+std::string device_text(const Device& d) {
+  std::string text = std::string(to_string(d.backend)) + " " + d.target;
+  if (d.backend != Backend::metal) return text + ", " + std::to_string(d.num_threads) + " threads, " + d.name;
+  text += d.num_sms > 0 ? ", " + std::to_string(d.num_sms) + " cores" : ", number of cores unknown";
+  return text + (d.name.empty() ? "" : ", " + d.name);
 }
 
 }  // namespace
@@ -40,8 +51,7 @@ std::string Plan::explain() const {
                       (p.causal ? "causal" : "not causal") +
                       (p.window > 0 ? ", window " + std::to_string(p.window) : std::string()));
   line("formats", formats(p));
-  line("device", std::string(to_string(d.device.backend)) + " " + d.device.target + ", " +
-                     std::to_string(d.device.num_threads) + " threads, " + d.device.name);
+  line("device", device_text(d.device));
   line("kernel", d.kernel_id);
   line("policy", to_string(d.policy));
   if (!d.policy_origin.empty()) line("policy from", d.policy_origin);
@@ -53,11 +63,12 @@ std::string Plan::explain() const {
   line("workspace", with_unit(static_cast<double>(d.workspace.total_bytes)));
   const double bytes = static_cast<double>(max_kv_bytes()) * static_cast<double>(d.row_blocks);
   line("bytes", with_unit(bytes) + " of K and V at " + std::to_string(p.max_kv_len) + " tokens");
+  if (!d.prediction.empty()) line("prediction", d.prediction);
   if (d.device.read_gbps > 0.0) {
     char time[64];
     std::snprintf(time, sizeof time, "%.1f us at %.1f GB/s", bytes / d.device.read_gbps * 1e-3, d.device.read_gbps);
     line("time at read", time);
-  } else {
+  } else if (d.prediction.empty()) {
     line("time at read", "unknown: the device's read bandwidth has not been measured (Device::read_gbps)");
   }
   for (const std::string& reason : d.rejected) line("rejected", reason);

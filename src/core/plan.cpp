@@ -52,13 +52,20 @@ std::int64_t Plan::read_factor() const noexcept { return data_->row_blocks; }
 std::int64_t Plan::max_chunks() const noexcept { return data_->max_chunks; }
 std::size_t Plan::workspace_bytes() const noexcept { return data_->workspace.total_bytes; }
 
+std::int64_t core::token_kv_bytes(const Problem& p) {
+  const auto row_bytes = [&p](KvFormat format, std::int64_t dims) {
+    const bool is_mlx = format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4;
+    const std::int64_t levels = is_mlx ? 2 * dims / p.quant_group : 0;  // scales and biases
+    return format_bytes(format, dims) + format_bytes(static_cast<KvFormat>(p.scales_dtype), levels);
+  };
+  return row_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : row_bytes(p.v_format, p.head_dim_v));
+}
+
 std::int64_t core::max_kv_bytes(const Problem& p) {
-  const std::int64_t token_bytes =
-      format_bytes(p.k_format, p.head_dim_qk) + (p.v_is_k_prefix ? 0 : format_bytes(p.v_format, p.head_dim_v));
   // Saturates: the largest legal problem exceeds 64 bits of bytes.
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(p.num_seqs * p.num_kv_heads, p.max_kv_len, &bytes) ||
-      __builtin_mul_overflow(bytes, token_bytes, &bytes)) {
+      __builtin_mul_overflow(bytes, token_kv_bytes(p), &bytes)) {
     return INT64_MAX;
   }
   return bytes;

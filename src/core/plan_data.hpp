@@ -34,6 +34,8 @@ struct BackendPlan {
   virtual ~BackendPlan() = default;
 };
 
+/// K and V bytes of one token and KV head, scales and biases of the MLX formats among them.
+std::int64_t token_kv_bytes(const Problem& problem);
 /// K and V bytes at max_kv_len, each counted once; INT64_MAX when they are more.
 std::int64_t max_kv_bytes(const Problem& problem);
 
@@ -51,6 +53,7 @@ struct PlanData {
   WorkspaceLayout workspace;
   std::shared_ptr<const BackendPlan> backend_plan;  // null on the CPU
   std::vector<std::string> rejected;                // "kernel: reason", for explain()
+  std::string prediction;  // time by a model, for explain() of a device that nobody here has measured; empty elsewhere
 };
 
 }  // namespace kvonce::core

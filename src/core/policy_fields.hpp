@@ -26,6 +26,8 @@ inline constexpr PolicyField kPolicyFields[] = {
     {"splits", &Policy::splits, 0},
     {"cluster", &Policy::cluster, -1},
     {"join_blocks", &Policy::join_blocks, 0},
+    {"body", &Policy::body, 0},
+    {"simdgroups", &Policy::simdgroups, 0},
 };
 
 }  // namespace kvonce::core

@@ -73,25 +73,25 @@ KvFormat format_of(DType dtype) {
 struct Cache {
   KvFormat format;
   TensorView view;
-  const void* scales;
-  const void* biases;
+  TensorView scales;
+  TensorView biases;
+  DType scales_dtype;
   std::int64_t quant_group;
   std::int64_t dim;
 
   // Reads row (seq_or_page, head, token) into values[0, dim).
-  // The scale and the bias of an MLX row lie in arrays of the same shape with quant_group times fewer values, so their
-  // offset is the row's offset divided by quant_group.
   void read_row(std::int64_t seq_or_page, std::int64_t head, std::int64_t token, double* values) const {
-    const std::int64_t offset = seq_or_page * view.seq_stride + head * view.head_stride + token * view.token_stride;
-    const void* row = static_cast<const unsigned char*>(view.data) + row_byte_offset(format, offset);
+    const auto offset_in = [=](const TensorView& tensor) {
+      return seq_or_page * tensor.seq_stride + head * tensor.head_stride + token * tensor.token_stride;
+    };
+    const void* row = static_cast<const unsigned char*>(view.data) + row_byte_offset(format, offset_in(view));
     for (std::int64_t i = 0; i < dim; ++i) {
       double scale = 1.0;
       double bias = 0.0;
-      if (format == KvFormat::f8_e4m3) scale = load_f32(scales, head);
+      if (format == KvFormat::f8_e4m3) scale = load_f32(scales.data, head);
       if (is_mlx(format)) {
-        const std::int64_t group_idx = offset / quant_group + i / quant_group;
-        scale = shared::f16_to_f32(load_u16(static_cast<const unsigned char*>(scales) + 2 * group_idx));
-        bias = shared::f16_to_f32(load_u16(static_cast<const unsigned char*>(biases) + 2 * group_idx));
+        scale = decode_value(format_of(scales_dtype), scales.data, offset_in(scales) + i / quant_group);
+        bias = decode_value(format_of(scales_dtype), biases.data, offset_in(biases) + i / quant_group);
       }
       values[i] = decode_value(format, row, i, scale, bias);
     }
@@ -223,6 +223,11 @@ class Stream {
   [[nodiscard]] std::size_t result_row(std::int64_t row) const {
     return static_cast<std::size_t>((seq_ * problem_.num_q_heads + q_head(row)) * problem_.q_len + query_idx(row));
   }
+  // K, of which the first `dim` values of a row are read.
+  [[nodiscard]] Cache keys(std::int64_t dim) const {
+    return {problem_.k_format,    inputs_.k, inputs_.k_scales, inputs_.k_biases, problem_.scales_dtype,
+            problem_.quant_group, dim};
+  }
   double& score(std::int64_t row, std::int64_t key) { return scores_[static_cast<std::size_t>(row * kv_len_ + key)]; }
 
   void score_keys() {
@@ -230,12 +235,12 @@ class Stream {
     const double scale =
         problem_.scale.has_value() ? static_cast<double>(*problem_.scale) : 1.0 / std::sqrt(static_cast<double>(dim));
     std::vector<double> q(static_cast<std::size_t>(num_rows_ * dim));
-    const Cache q_rows{format_of(problem_.q_dtype), inputs_.q, nullptr, nullptr, 1, dim};
+    const Cache q_rows{format_of(problem_.q_dtype), inputs_.q, {}, {}, DType::f32, 1, dim};
     for (std::int64_t row = 0; row < num_rows_; ++row) {
       q_rows.read_row(seq_, q_head(row), query_idx(row), q.data() + row * dim);
     }
 
-    const Cache k_rows{problem_.k_format, inputs_.k, inputs_.k_scales, inputs_.k_biases, problem_.quant_group, dim};
+    const Cache k_rows = keys(dim);
     std::vector<double> k(static_cast<std::size_t>(dim));
     for (std::int64_t key = 0; key < kv_len_; ++key) {
       bool have_key = false;
@@ -280,10 +285,9 @@ class Stream {
 
   void accumulate_values(std::vector<double>& out) {
     const std::int64_t dim = problem_.dim_v();
-    Cache v_rows{problem_.v_format, inputs_.v, inputs_.v_scales, inputs_.v_biases, problem_.quant_group, dim};
-    if (problem_.v_is_k_prefix) {
-      v_rows = {problem_.k_format, inputs_.k, inputs_.k_scales, inputs_.k_biases, problem_.quant_group, dim};
-    }
+    Cache v_rows{problem_.v_format,    inputs_.v, inputs_.v_scales, inputs_.v_biases, problem_.scales_dtype,
+                 problem_.quant_group, dim};
+    if (problem_.v_is_k_prefix) v_rows = keys(dim);
     std::vector<double> v(static_cast<std::size_t>(dim));
     for (std::int64_t key = 0; key < kv_len_; ++key) {
       bool have_key = false;

@@ -8,6 +8,7 @@ bool has_kernels(KvFormat format, [[maybe_unused]] bool blocks) {
   if (format == KvFormat::name) return true;
 #define KVONCE_BLOCK_FORMAT(name) \
   if (blocks && format == KvFormat::name) return true;
+#define KVONCE_AFFINE_FORMAT(name) KVONCE_BLOCK_FORMAT(name)
 #include "shared/instances.def"
   return false;
 }
@@ -29,7 +30,8 @@ void require_plain_layout(const Problem& p, Backend backend) {
 void require_listed_formats(const Problem& p, Backend backend, bool blocks) {
   const auto format = [backend, blocks](const char* name, KvFormat given) {
     require_served(has_kernels(given, blocks), backend, std::string(name) + " " + std::string(to_string(given)),
-                   std::string("store the cache as f32, f16") + (blocks ? ", bf16, q8_0 or q4_0" : " or bf16"));
+                   std::string("store the cache as f32, f16") +
+                       (blocks ? ", bf16, q8_0, q4_0, mlx_int8 or mlx_int4" : " or bf16"));
   };
   format("k_format", p.k_format);
   format("v_format", p.v_format);

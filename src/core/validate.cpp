@@ -44,6 +44,7 @@ void require_known_enums(const Problem& p) {
   known("v_format", to_string(p.v_format));
   known("mask", to_string(p.mask));
   known("mask_dtype", to_string(p.mask_dtype));
+  known("scales_dtype", to_string(p.scales_dtype));
   known("layout", to_string(p.layout));
 }
 
@@ -73,6 +74,9 @@ Problem validate(const Problem& problem) {
   } else if (p.quant_group != 0) {
     refuse(ErrorCode::InvalidArgument, "quant_group", std::to_string(p.quant_group),
            "0 unless K or V is an MLX format");
+  } else if (p.scales_dtype != DType::f32) {
+    refuse(ErrorCode::InvalidArgument, "scales_dtype", std::string(to_string(p.scales_dtype)),
+           "f32 unless K or V is an MLX format");
   }
   require_whole_blocks("head_dim_qk", p.k_format, p.head_dim_qk, p.quant_group);
   require_whole_blocks("head_dim_v", p.v_format, p.head_dim_v, p.quant_group);

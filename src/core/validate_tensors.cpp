@@ -1,4 +1,5 @@
 #include <string>
+#include <utility>
 
 #include "core/refuse.hpp"
 #include "core/validate.hpp"
@@ -48,6 +49,24 @@ bool needs_scales(KvFormat format) {
 
 bool needs_biases(KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; }
 
+/// A row begins at a whole byte.
+void require_whole_bytes(const char* name, KvFormat format, const TensorView& tensor) {
+  if (format != KvFormat::mlx_int4) return;
+  for (const auto& [stride, axis] :
+       {std::pair{tensor.seq_stride, ".seq_stride"}, std::pair{tensor.head_stride, ".head_stride"},
+        std::pair{tensor.token_stride, ".token_stride"}}) {
+    if (stride % 2 != 0) {
+      refuse(ErrorCode::InvalidArgument, std::string(name) + axis, std::to_string(stride),
+             "an even number: mlx_int4 has two values in a byte");
+    }
+  }
+}
+
+bool is_same(const TensorView& a, const TensorView& b) {
+  return a.data == b.data && a.seq_stride == b.seq_stride && a.head_stride == b.head_stride &&
+         a.token_stride == b.token_stride;
+}
+
 }  // namespace
 
 void validate_inputs(const Problem& p, const Inputs& in) {
@@ -62,20 +81,32 @@ void validate_inputs(const Problem& p, const Inputs& in) {
     require_pointer("k.data", in.k.data, "there are keys");
     require_pointer("v.data", in.v.data, "there are keys");
   }
-  if (has_keys && p.v_is_k_prefix &&
-      (in.v.data != in.k.data || in.v.seq_stride != in.k.seq_stride || in.v.head_stride != in.k.head_stride ||
-       in.v.token_stride != in.k.token_stride)) {
-    refuse(ErrorCode::InvalidArgument, "v", "a tensor other than k", "k itself, as the problem sets v_is_k_prefix");
+  if (has_keys && p.v_is_k_prefix) {
+    const auto require_same = [](const char* v_name, const TensorView& v, const char* k_name, const TensorView& k) {
+      if (is_same(v, k)) return;
+      refuse(ErrorCode::InvalidArgument, v_name, std::string("a tensor other than ") + k_name,
+             std::string(k_name) + " itself, as the problem sets v_is_k_prefix");
+    };
+    require_same("v", in.v, "k", in.k);
+    require_same("v_scales", in.v_scales, "k_scales", in.k_scales);
+    require_same("v_biases", in.v_biases, "k_biases", in.k_biases);
+  }
+  if (has_keys) {
+    require_whole_bytes("k", p.k_format, in.k);
+    require_whole_bytes("v", p.v_format, in.v);
   }
   if (p.mask == MaskKind::none || has_keys) require_announced("mask", in.mask, p.mask != MaskKind::none, "mask");
   require_announced("sinks", in.sinks, p.has_sinks, "has_sinks");
   require_announced("alibi_slopes", in.alibi_slopes, p.has_alibi, "has_alibi");
   require_announced("mask_slopes", in.mask_slopes, p.has_mask_slopes, "has_mask_slopes");
   require_announced("block_table", in.block_table, p.layout != KvLayout::strided && has_keys, "a paged layout");
-  require_announced("k_scales", in.k_scales, needs_scales(p.k_format), "a k_format with scales");
-  require_announced("v_scales", in.v_scales, needs_scales(p.v_format), "a v_format with scales");
-  require_announced("k_biases", in.k_biases, needs_biases(p.k_format), "an MLX k_format");
-  require_announced("v_biases", in.v_biases, needs_biases(p.v_format), "an MLX v_format");
+  const auto require_side = [has_keys](const char* name, const TensorView& side, bool needed, const char* by) {
+    if (has_keys || !needed) require_announced(name, side.data, needed, by);
+  };
+  require_side("k_scales", in.k_scales, needs_scales(p.k_format), "a k_format with scales");
+  require_side("v_scales", in.v_scales, needs_scales(p.v_format), "a v_format with scales");
+  require_side("k_biases", in.k_biases, needs_biases(p.k_format), "an MLX k_format");
+  require_side("v_biases", in.v_biases, needs_biases(p.v_format), "an MLX v_format");
   require_announced("segments", in.segments, p.has_segments && in.num_segments > 0, "has_segments");
 }
 

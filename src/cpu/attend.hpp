@@ -116,15 +116,17 @@ void load_row_tile(const ChunkTask& task, std::int64_t first_row, int rows, floa
 // [2] ------------------------------------------------------------------------------------------------------------------
 
 /// K rows of tokens [token, token + count); past the last token its row again.
-template <class S, class Stored, int count>
-KVONCE_INLINE inline void find_rows(const Stored* k, std::int64_t token_stride, std::int64_t token,
-                                    std::int64_t num_tokens, const Stored* (&row)[count]) {
+template <class R, int count>
+KVONCE_INLINE inline void find_rows(const R& k, std::int64_t token_stride, std::int64_t token, std::int64_t num_tokens,
+                                    R (&row)[count]) {
   if (token + count <= num_tokens) {
-    row[0] = k + token * token_stride;
-    for (int j = 1; j < count; ++j) row[j] = row[j - 1] + token_stride;
+    row[0] = later_row(k, token, token_stride);
+    for (int j = 1; j < count; ++j) row[j] = later_row(row[j - 1], 1, token_stride);
     return;
   }
-  for (int j = 0; j < count; ++j) row[j] = k + (token + j < num_tokens ? token + j : num_tokens - 1) * token_stride;
+  for (int j = 0; j < count; ++j) {
+    row[j] = later_row(k, token + j < num_tokens ? token + j : num_tokens - 1, token_stride);
+  }
 }
 
 /// Base-2 scores of `rows` rows against num_tokens >= 1 tokens. Writes whole vectors; lanes past num_tokens become -inf.
@@ -133,19 +135,17 @@ template <class S, KvFormat format, int rows>
 void score_tokens(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
                   std::int64_t dims, float scale_log2e, StepPrefetcher<S>& ahead, float* scores) {
   using Vec = typename S::Vec;
-  using E = typename S::template Elements<format>;
-  using Stored = typename E::Stored;
   constexpr int kLaneRows = lane_rows(rows);
   constexpr int kTokens = S::width / kLaneRows;
   constexpr int kTurn = kTokens < 4 ? kTokens : 4;
   constexpr std::int64_t kPair = 2 * S::width;
-  constexpr std::int64_t kPairBytes = stored_bytes<S, format>(kPair);
+  constexpr std::int64_t kPairBytes = row_bytes(format, kPair);
   constexpr std::int64_t kStride = dims_per_turn<S>(format);
-  const auto* k = static_cast<const Stored*>(k_rows);
+  const Row<S, format> k = first_row<S, format>(k_rows);
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
-    const Stored* row[kTokens];
-    find_rows<S>(k, token_stride, token, num_tokens, row);
+    Row<S, format> row[kTokens];
+    find_rows(k, token_stride, token, num_tokens, row);
     // acc[j * kLaneRows + r]; rows that only pad the power of two stay zero.
     Vec acc[S::width];
     KVONCE_UNROLL
@@ -264,17 +264,17 @@ void update_softmax(float* scores, std::int64_t num_tokens, float* maximum, floa
 /// o += p[t][r] * V[t][first .. first + vectors * width) over the step, accumulators in registers throughout. `o_stride` floats lie
 /// between two vectors of a row, `width` between two rows.
 template <class S, KvFormat format, int rows, int vectors>
-void accumulate_block(const typename S::template Elements<format>::Stored* v, std::int64_t first,
-                      std::int64_t token_stride, std::int64_t num_tokens, const float* p, std::int64_t p_stride,
-                      StepPrefetcher<S>& ahead, float* o, std::int64_t o_stride) {
+void accumulate_block(Row<S, format> v, std::int64_t first, std::int64_t token_stride, std::int64_t num_tokens,
+                      const float* p, std::int64_t p_stride, StepPrefetcher<S>& ahead, float* o,
+                      std::int64_t o_stride) {
   using Vec = typename S::Vec;
   using E = typename S::template Elements<format>;
-  constexpr std::int64_t kBytes = stored_bytes<S, format>(vectors * S::width);
+  constexpr std::int64_t kBytes = row_bytes(format, vectors * S::width);
   constexpr std::int64_t kBlock = shared::kGgmlBlockValues;
   if constexpr (!is_block(format)) {
     v += first;
     first = 0;
-  } else {
+  } else if constexpr (is_ggml(format)) {
     v += static_cast<std::uint64_t>(first) / kBlock;
     first = vectors * S::width % kBlock == 0 ? 0 : first % kBlock;
   }
@@ -284,7 +284,7 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
     KVONCE_UNROLL
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + i * o_stride + r * S::width);
   }
-  const auto add_token = [&acc, first](const typename E::Stored* values, const float* weights) KVONCE_INLINE_ON_ARM {
+  const auto add_token = [&acc, first](const Row<S, format>& values, const float* weights) KVONCE_INLINE_ON_ARM {
     Vec value[vectors];
     KVONCE_UNROLL
     for (int i = 0; i + 1 < vectors; i += 2)
@@ -309,11 +309,11 @@ void accumulate_block(const typename S::template Elements<format>::Stored* v, st
   };
   // Two tokens per turn: the loop's own instructions compete with the multiply-adds for the same two ports.
   std::int64_t tokens_left = num_tokens;
-  for (; tokens_left >= 2; tokens_left -= 2, v += 2 * token_stride, p += 2 * p_stride) {
+  for (; tokens_left >= 2; tokens_left -= 2, v = later_row(v, 2, token_stride), p += 2 * p_stride) {
     add_token(v, p);
     if constexpr (kBytes >= 256) ahead.advance(kBytes);
     ahead.advance(kBytes >= 256 ? kBytes : 2 * kBytes);
-    add_token(v + token_stride, p + p_stride);
+    add_token(later_row(v, 1, token_stride), p + p_stride);
   }
   if (tokens_left > 0) add_token(v, p);
   KVONCE_UNROLL
@@ -339,7 +339,7 @@ void accumulate_values(const void* v_rows, std::int64_t token_stride, std::int64
   using E = typename S::template Elements<format>;
   // Blocks come in pairs of vectors, also where eight rows leave registers for one only (neon).
   constexpr int kVectors = is_block(format) && value_vectors<S>(rows) < 2 ? 2 : value_vectors<S>(rows);
-  const auto* v = static_cast<const typename E::Stored*>(v_rows);
+  const Row<S, format> v = first_row<S, format>(v_rows);
   std::int64_t dim = 0;
   const auto pass = [&](auto vectors) {
     constexpr int kCount = decltype(vectors)::value;

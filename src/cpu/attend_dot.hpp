@@ -46,7 +46,7 @@ void score_tokens_dot(const void* k_rows, std::int64_t token_stride, std::int64_
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
     const std::uint16_t* row[kTokens];
-    find_rows<S>(k, token_stride, token, num_tokens, row);
+    find_rows(k, token_stride, token, num_tokens, row);
     Vec acc[S::width];
     KVONCE_UNROLL
     for (int i = 0; i < S::width; ++i) acc[i] = S::zero();

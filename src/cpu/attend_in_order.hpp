@@ -13,15 +13,13 @@ template <class S, KvFormat format>
 void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
                            std::int64_t dims, float scale_log2e, StepPrefetcher<S>& ahead, float* scores) {
   using Vec = typename S::Vec;
-  using E = typename S::template Elements<format>;
-  using Stored = typename E::Stored;
   constexpr std::int64_t kPair = 2 * S::width;
   constexpr std::int64_t kStride = dims_per_turn<S>(format);
-  const std::int64_t row_bytes = stored_bytes<S, format>(dims);
+  const std::int64_t bytes = row_bytes(format, dims);
 
   for (std::int64_t token = 0; token < num_tokens; token += S::width) {
-    const Stored* row[S::width];
-    find_rows<S>(static_cast<const Stored*>(k_rows), token_stride, token, num_tokens, row);
+    Row<S, format> row[S::width];
+    find_rows(first_row<S, format>(k_rows), token_stride, token, num_tokens, row);
     Vec acc[S::width];
     for (int j = 0; j < S::width; ++j) {
       Vec sum = S::zero();
@@ -48,7 +46,7 @@ void score_tokens_in_order(const void* k_rows, std::int64_t token_stride, std::i
         }
       }
       acc[j] = sum;
-      ahead.advance(row_bytes);
+      ahead.advance(bytes);
     }
     S::store(scores + token, S::mul(S::sum_lanes(acc), S::broadcast(scale_log2e)));
   }

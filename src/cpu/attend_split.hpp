@@ -40,12 +40,12 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
   constexpr int kPairs = S::width / kLaneRows;  // of tokens
   constexpr int kTokens = 2 * kPairs;
   constexpr int kHalf = S::width / 2;
-  const auto* k = static_cast<const Stored*>(k_rows);
-  const std::int64_t half_bytes = kPairs * stored_bytes<S, format>(dims);  // of the block's rows
+  const Row<S, format> k = first_row<S, format>(k_rows);
+  const std::int64_t half_bytes = kPairs * row_bytes(format, dims);  // of the block's rows
 
   for (std::int64_t token = 0; token < num_tokens; token += kTokens) {
-    const Stored* row[kTokens];
-    find_rows<S>(k, token_stride, token, num_tokens, row);
+    Row<S, format> row[kTokens];
+    find_rows(k, token_stride, token, num_tokens, row);
     ahead.advance(half_bytes);
     Vec acc[kPairs][kLaneRows];
     KVONCE_UNROLL
@@ -65,11 +65,14 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
       q_half += rows * kHalf;
     };
     if constexpr (is_block(format)) {
-      for (std::int64_t block = 0; block < dims / shared::kGgmlBlockValues; ++block) {
+      for (std::int64_t dim = 0; dim < dims; dim += shared::kGgmlBlockValues) {
         Vec key[4][kPairs];
         KVONCE_UNROLL
         for (int j = 0; j < kPairs; ++j) {
-          E::load_split(row[2 * j] + block, row[2 * j + 1] + block, key[0][j], key[1][j], key[2][j], key[3][j]);
+          Vec quarter[4];
+          load_split_at<S, format>(row[2 * j], row[2 * j + 1], dim, quarter);
+          KVONCE_UNROLL
+          for (int i = 0; i < 4; ++i) key[i][j] = quarter[i];
         }
         KVONCE_UNROLL
         for (int i = 0; i < 4; ++i) add_dims(key[i]);

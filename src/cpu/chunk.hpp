@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cpu/affine.hpp"
 #include "cpu/attend.hpp"
 #include "cpu/attend_dot.hpp"
 #include "cpu/attend_in_order.hpp"
@@ -29,7 +30,9 @@ void set_score_kernels(const ChunkTask& task, TileKernels<S>& kernels) {
     kernels.load_row_tile = load_row_tile_split<S, format>;
     kernels.score_tokens = score_tokens_split<S, format, rows>;
   } else {
-    kernels.load_row_tile = load_row_tile<S, format>;
+    // Formats of one order of dims share it.
+    constexpr KvFormat kOrder = S::template Elements<format>::kEvenOdd ? KvFormat::bf16 : KvFormat::f32;
+    kernels.load_row_tile = load_row_tile<S, kOrder>;
     kernels.score_tokens = score_tokens<S, format, rows>;
   }
   if constexpr (rows == 1) {
@@ -51,6 +54,7 @@ TileKernels<S> kernels_of_tile(const ChunkTask& task) {
   if (task.k_format == KvFormat::name) set_score_kernels<S, rows, KvFormat::name>(task, kernels); \
   if (task.v_format == KvFormat::name) kernels.accumulate_values = accumulate_values<S, KvFormat::name, rows>;
 #define KVONCE_BLOCK_FORMAT(name) KVONCE_FORMAT(name)
+#define KVONCE_AFFINE_FORMAT(name) KVONCE_FORMAT(name)
 #include "shared/instances.def"
   return kernels;
 }
@@ -72,6 +76,7 @@ void store_row(const ChunkTask& task, const float* o, std::int64_t o_stride, flo
   float* partial_lse = task.partial_lse + row;
   switch (task.v_format) {
     case KvFormat::bf16:
+    case KvFormat::mlx_int4:  // dims in the same order
       store_partial<S, KvFormat::bf16>(o, o_stride, maximum, sum, task.head_dim_v, partial_o, partial_lse);
       break;
     default:
@@ -104,7 +109,13 @@ class ChunkRunner {
         maximum_(scores_ + 2 * task.num_rows * task.step_tokens),
         sum_(maximum_ + task.num_rows * kPadFloats),
         bias_(sum_ + task.num_rows * kPadFloats),
-        seen_(reinterpret_cast<std::uint8_t*>(bias_ + kMaxRowTile * task.step_tokens + kPadFloats)),
+        levels_(bias_ + kMaxRowTile * task.step_tokens + kPadFloats),
+        k_groups_(num_groups(task.k_format, task.head_dim_qk, task.quant_group)),
+        v_groups_(num_groups(task.v_format, task.head_dim_v, task.quant_group)),
+        v_levels_(levels_ + affine_step_floats(k_groups_, task.step_tokens)),
+        seen_(reinterpret_cast<std::uint8_t*>(v_levels_ + affine_step_floats(v_groups_, task.step_tokens))),
+        k_step_(task.k, task.k_token_stride, task.k_scales, task.k_biases, task, k_groups_, levels_),
+        v_step_(task.v, task.v_token_stride, task.v_scales, task.v_biases, task, v_groups_, v_levels_),
         small_rows_(static_cast<int>(task.num_rows / num_tiles_)),
         one_row_(find_kernels<S>(1, task)),
         small_(find_kernels<S>(small_rows_, task)),
@@ -116,6 +127,8 @@ class ChunkRunner {
     for (std::int64_t token = seen_from(task_.chunk.begin); token < task_.chunk.end; token = next_step_) {
       const shared::TokenRange tokens = step_at(token);
       next_step_ = seen_from(token + step);
+      k_step_.load(tokens);
+      v_step_.load(tokens);
       for (int i = 0; i < num_tiles_; ++i) score_tile(i, tokens);
       for (int i = 0; i < num_tiles_; ++i) value_tile(i, tokens);
     }
@@ -171,10 +184,12 @@ class ChunkRunner {
   /// What tile i sees of the current step, then one byte per token (fill_bias), valid where that is `some`.
   [[nodiscard]] std::uint8_t* seen_of(int i) const { return seen_ + i * (task_.step_tokens + 1); }
 
-  [[nodiscard]] const void* k_at(std::int64_t token) const {
+  [[nodiscard]] const void* k_at(std::int64_t token) {
+    if (k_groups_ > 0) return k_step_.row(token);
     return static_cast<const char*>(task_.k) + token * task_.k_token_stride * bytes_of(task_.k_format);
   }
-  [[nodiscard]] const void* v_at(std::int64_t token) const {
+  [[nodiscard]] const void* v_at(std::int64_t token) {
+    if (v_groups_ > 0) return v_step_.row(token);
     return static_cast<const char*>(task_.v) + token * task_.v_token_stride * bytes_of(task_.v_format);
   }
 
@@ -306,8 +321,14 @@ class ChunkRunner {
   float* scores_;
   float* maximum_;
   float* sum_;
-  float* bias_;         // of one tile
+  float* bias_;    // of one tile
+  float* levels_;  // of K's step, then of V's
+  std::int64_t k_groups_;
+  std::int64_t v_groups_;
+  float* v_levels_;
   std::uint8_t* seen_;  // of every tile
+  AffineStep<S> k_step_;
+  AffineStep<S> v_step_;
   std::int64_t next_step_ = 0;
   int small_rows_;  // tiles have this many rows or one more
   int tile_index_ = -1;

@@ -91,6 +91,11 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
                      std::to_string(policy.join_blocks),
                  "0, -1, 0 on the cpu backend, which has no thread blocks");
   }
+  if (policy.body != 0 || policy.simdgroups != 0) {
+    core::refuse(ErrorCode::InvalidArgument, "policy.body, policy.simdgroups",
+                 std::to_string(policy.body) + ", " + std::to_string(policy.simdgroups),
+                 "0, 0 on the cpu backend, which has no simdgroups");
+  }
   if (policy.worker_bytes == 0) policy.worker_bytes = kWorkerBytes;
   if (policy.row_tile == 0) {
     // The largest that the registers hold. Share of the roof with tiles of 8 and 4, 8 rows, Ice Lake: 32q/4kv d128
@@ -195,7 +200,10 @@ void lay_out_workspace(core::PlanData& data) {
   w.partial_o = builder.add(WorkspaceBuilder::product(partials, round_up(p.head_dim_v, kPadFloats)), 4);
   const std::int64_t block_rows = std::min(data.rows_per_stream, data.policy.rows_per_worker);
   w.scratch_bytes = static_cast<std::size_t>(
-      round_up(4 * scratch_floats(block_rows, p.head_dim_qk, p.head_dim_v, data.policy.step_tokens), 64));
+      round_up(4 * scratch_floats(block_rows, p.head_dim_qk, p.head_dim_v, data.policy.step_tokens,
+                                  num_groups(p.k_format, p.head_dim_qk, p.quant_group),
+                                  num_groups(p.v_format, p.head_dim_v, p.quant_group)),
+               64));
   w.scratch = builder.add(data.device.num_threads, static_cast<std::int64_t>(w.scratch_bytes));
   w.total_bytes = builder.total();
 }

@@ -16,7 +16,10 @@
 namespace kvonce::cpu {
 namespace {
 
-std::int64_t element_bytes(KvFormat format) { return format_bytes(format, 1); }
+/// Bytes of so many elements of K or V, blocks of block formats.
+std::int64_t stride_bytes(KvFormat format, std::int64_t stride) {
+  return format == KvFormat::mlx_int4 ? stride / 2 : stride * format_bytes(format, 1);
+}
 std::int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 const char* at(const void* base, std::int64_t elements, std::int64_t bytes) {
@@ -98,8 +101,7 @@ class Call {
 
   void number_items() {
     const std::int64_t streams = p_.num_kv_heads * data_.row_blocks;
-    const std::int64_t token_bytes =
-        format_bytes(p_.k_format, p_.head_dim_qk) + (p_.v_is_k_prefix ? 0 : format_bytes(p_.v_format, p_.head_dim_v));
+    const std::int64_t token_bytes = core::token_kv_bytes(p_);
     std::int64_t items = 0;
     for (std::int64_t seq = 0; seq < p_.num_seqs; ++seq) {
       const shared::TokenRange keys = seen(seq, 0, p_.q_len - 1);
@@ -149,8 +151,22 @@ class Call {
                                          bool first_head) const {
     const std::int64_t row = format_bytes(format, dims);
     const bool side_by_side =
-        view.head_stride * element_bytes(format) == row && view.token_stride == p_.num_kv_heads * view.head_stride;
+        stride_bytes(format, view.head_stride) == row && view.token_stride == p_.num_kv_heads * view.head_stride;
     return first_head && side_by_side ? p_.num_kv_heads * row : row;
+  }
+
+  [[nodiscard]] static const void* stream_of(const TensorView& view, KvFormat format, const Item& item) {
+    return static_cast<const char*>(view.data) +
+           stride_bytes(format, item.seq * view.seq_stride + item.kv_head * view.head_stride);
+  }
+  /// MLX's codes count in bytes from here on.
+  [[nodiscard]] static std::int64_t task_stride(KvFormat format, std::int64_t stride) {
+    return format == KvFormat::mlx_int4 ? stride / 2 : stride;
+  }
+  [[nodiscard]] SideRows side_rows(const TensorView& view, const Item& item) const {
+    if (view.data == nullptr) return {};
+    return {at(view.data, item.seq * view.seq_stride + item.kv_head * view.head_stride, element_bytes(p_.scales_dtype)),
+            view.token_stride};
   }
 
   [[nodiscard]] ChunkTask chunk_task(const Item& item, int slot) const {
@@ -166,14 +182,20 @@ class Call {
     t.row_begin = row_begin(item);
     t.num_rows = row_end(item) - t.row_begin;
     t.scale_log2e = *p_.scale * shared::kLog2e;
-    t.k = at(in_.k.data, item.seq * in_.k.seq_stride + item.kv_head * in_.k.head_stride, element_bytes(p_.k_format));
-    t.v = at(in_.v.data, item.seq * in_.v.seq_stride + item.kv_head * in_.v.head_stride, element_bytes(p_.v_format));
-    t.k_token_stride = in_.k.token_stride;
-    t.v_token_stride = in_.v.token_stride;
+    t.k = stream_of(in_.k, p_.k_format, item);
+    t.v = stream_of(in_.v, p_.v_format, item);
+    t.k_token_stride = task_stride(p_.k_format, in_.k.token_stride);
+    t.v_token_stride = task_stride(p_.v_format, in_.v.token_stride);
     t.k_format = p_.k_format;
     t.v_format = p_.v_format;
     t.head_dim_qk = p_.head_dim_qk;
     t.head_dim_v = p_.head_dim_v;
+    t.quant_group = p_.quant_group;
+    t.scales_dtype = p_.scales_dtype;
+    t.k_scales = side_rows(in_.k_scales, item);
+    t.k_biases = side_rows(in_.k_biases, item);
+    t.v_scales = side_rows(in_.v_scales, item);
+    t.v_biases = side_rows(in_.v_biases, item);
     t.kv_len = kv_len(item.seq);
     t.kv_start = kv_start(item.seq);
     t.window = p_.window;

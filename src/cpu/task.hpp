@@ -39,6 +39,12 @@ struct ScoreRules {
   const float* mask_slopes;  // [group_size] or null, times an additive mask
 };
 
+/// The scales or the biases of one KV stream, [kv_len][head_dim / quant_group].
+struct SideRows {
+  const void* data;  // of token 0
+  std::int64_t token_stride;
+};
+
 /// Rows [row_begin, row_begin + num_rows) of one KV stream over one token chunk.
 /// Row r is query token r / group_size of the group's query head r % group_size.
 struct ChunkTask {
@@ -52,7 +58,7 @@ struct ChunkTask {
   std::int64_t num_rows;
   float scale_log2e;  // scores are kept in base 2
 
-  const void* k;  // token 0 of the stream, [kv_len][head_dim_qk]; strides in elements
+  const void* k;  // token 0 of the stream, [kv_len][head_dim_qk]; strides in elements, of MLX's codes in bytes
   const void* v;  // token 0 of the stream, [kv_len][head_dim_v]
   std::int64_t k_token_stride;
   std::int64_t v_token_stride;
@@ -60,6 +66,12 @@ struct ChunkTask {
   KvFormat v_format;
   std::int64_t head_dim_qk;
   std::int64_t head_dim_v;
+  std::int64_t quant_group;  // of the MLX formats, as are the next five
+  DType scales_dtype;
+  SideRows k_scales;
+  SideRows k_biases;
+  SideRows v_scales;
+  SideRows v_biases;
   shared::TokenRange chunk;
   std::int64_t kv_len;
   std::int64_t kv_start;
@@ -104,14 +116,25 @@ struct MergeTask {
   std::int64_t lse_head_stride;
 };
 
-/// Worker scratch: packed q, o, scores, running maximum and sum of every row tile, which rows see which of a step's keys, and
-/// the bias of one tile.
+/// Scales of a row: none but of MLX's formats.
+static constexpr std::int64_t num_groups(KvFormat format, std::int64_t dims, std::int64_t quant_group) {
+  return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4 ? dims / quant_group : 0;
+}
+
+/// A token step's scales and biases in float32, num_groups of each per token: room for whole vectors at the end of both.
+static constexpr std::int64_t affine_step_floats(std::int64_t num_groups, std::int64_t step_tokens) {
+  return num_groups == 0 ? 0 : 2 * (round_up(num_groups * step_tokens, kPadFloats) + kPadFloats);
+}
+
+/// Worker scratch: packed q, o, scores, running maximum and sum of every row tile, which rows see which of a step's keys, the
+/// bias of one tile, and scales and biases of K's and V's groups, none where they have none.
 static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
-                                             std::int64_t step_tokens) {
+                                             std::int64_t step_tokens, std::int64_t k_groups, std::int64_t v_groups) {
   // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
   return rows * (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
                  2 * kPadFloats + (step_tokens + 1 + 3) / 4) +
-         kMaxRowTile * step_tokens + kPadFloats;
+         kMaxRowTile * step_tokens + kPadFloats + affine_step_floats(k_groups, step_tokens) +
+         affine_step_floats(v_groups, step_tokens);
 }
 
 /// One instruction set's code.

@@ -55,6 +55,8 @@ void require_policy(const Policy& policy) {
   field("policy.prefetch_level", policy.prefetch_level, policy.prefetch_level == 0, "0 on the cuda backend");
   field("policy.pair_dot", policy.pair_dot, policy.pair_dot == -1, "-1 on the cuda backend");
   field("policy.worker_bytes", policy.worker_bytes, policy.worker_bytes == 0, "0 on the cuda backend");
+  field("policy.body", policy.body, policy.body == 0, "0 on the cuda backend");
+  field("policy.simdgroups", policy.simdgroups, policy.simdgroups == 0, "0 on the cuda backend");
   field("policy.splits", policy.splits, policy.splits >= 0 && policy.splits <= 65535, "0 (choose) to 65535");
   field("policy.cluster", policy.cluster, policy.cluster >= -1 && policy.cluster <= 1, "-1 (choose), 0 or 1");
   field("policy.join_blocks", policy.join_blocks, policy.join_blocks >= 0 && policy.join_blocks <= 1024,

@@ -49,6 +49,29 @@ TEST_P(PoisonTest, OutsideTheLengthsOfBlocks) {
   }
 }
 
+// Codes, scales and biases alike.
+TEST_P(PoisonTest, OutsideTheLengthsOfAffineFormats) {
+  for (const KvFormat k_format : {KvFormat::mlx_int8, KvFormat::mlx_int4, KvFormat::q8_0}) {
+    for (const KvFormat v_format : {KvFormat::mlx_int8, KvFormat::mlx_int4, KvFormat::bf16}) {
+      for (const std::int64_t group : {32, 128}) {
+        CaseSpec spec = typical(3, KvFormat::f16, 128);
+        spec.problem.k_format = k_format;
+        spec.problem.v_format = v_format;
+        const bool is_affine = k_format != KvFormat::q8_0 || v_format != KvFormat::bf16;
+        spec.problem.quant_group = is_affine ? group : 0;
+        if (is_affine) spec.problem.scales_dtype = group == 32 ? DType::f32 : DType::bf16;
+        spec.kv_starts = {17, 0, 66};
+        spec.k.spare_tokens = 9;
+        spec.v.row_gap = 3;
+        expect_poison_blind(spec);
+        spec.k.token_major = true;
+        spec.k.row_gap = 2;
+        expect_poison_blind(spec);
+      }
+    }
+  }
+}
+
 TEST_P(PoisonTest, LeftOfTheWindow) {
   for (const std::int64_t window : {1, 127, 128, 129}) {
     for (const std::int64_t q_len : {1, 4}) {

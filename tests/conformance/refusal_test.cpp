@@ -79,10 +79,10 @@ TEST_P(RefusalTest, WrongArgumentsOfAttend) {
   expect_refused("alibi_slopes", [](A& a) { a.inputs.alibi_slopes = floats.data(); });
   expect_refused("mask_slopes", [](A& a) { a.inputs.mask_slopes = floats.data(); });
   expect_refused("block_table", [](A& a) { a.inputs.block_table = table.data(); });
-  expect_refused("k_scales", [](A& a) { a.inputs.k_scales = floats.data(); });
-  expect_refused("v_scales", [](A& a) { a.inputs.v_scales = floats.data(); });
-  expect_refused("k_biases", [](A& a) { a.inputs.k_biases = floats.data(); });
-  expect_refused("v_biases", [](A& a) { a.inputs.v_biases = floats.data(); });
+  expect_refused("k_scales", [](A& a) { a.inputs.k_scales.data = floats.data(); });
+  expect_refused("v_scales", [](A& a) { a.inputs.v_scales.data = floats.data(); });
+  expect_refused("k_biases", [](A& a) { a.inputs.k_biases.data = floats.data(); });
+  expect_refused("v_biases", [](A& a) { a.inputs.v_biases.data = floats.data(); });
   expect_refused("segments", [](A& a) {
     a.inputs.segments = &segment;
     a.inputs.num_segments = 1;

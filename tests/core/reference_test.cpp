@@ -406,8 +406,8 @@ TEST(ReferenceTest, DecodesEveryFormat) {
   EXPECT_EQ(decode_value(KvFormat::q4_0, q4.data(), 63), 2.0);
 }
 
-// MLX codes with scales and biases beside them, two heads and a token stride larger than a row.
-TEST(ReferenceTest, MlxScalesFollowTheCodesOffsets) {
+// MLX codes of two heads with gaps between their rows; scales and biases with strides of their own.
+TEST(ReferenceTest, MlxScalesAndBiasesHaveTheirOwnStrides) {
   Problem problem;
   problem.num_q_heads = 2;
   problem.num_kv_heads = 2;
@@ -416,24 +416,39 @@ TEST(ReferenceTest, MlxScalesFollowTheCodesOffsets) {
   problem.k_format = KvFormat::mlx_int8;
   problem.v_format = KvFormat::mlx_int8;
   problem.quant_group = 32;
+  problem.scales_dtype = DType::f16;
   const std::vector<float> q(128, 0.0F);
   std::vector<std::uint8_t> codes(192, 0);
   codes[0] = 10;
   codes[32] = 20;
   codes[96] = 30;
   codes[96 + 32] = 40;
-  const std::vector<std::uint16_t> scales = {0x3c00, 0x4000, 0x7e00, 0x3800, 0x4400, 0x7e00};  // 1 2 NaN 0.5 4 NaN
-  const std::vector<std::uint16_t> biases = {0x0000, 0x3c00, 0x7e00, 0xbc00, 0x0000, 0x7e00};  // 0 1 NaN -1 0 NaN
+  const std::vector<std::uint16_t> scales = {0x3c00, 0x4000, 0x7e00, 0x3800, 0x4400};  // 1 2 NaN 0.5 4
+  const std::vector<std::uint16_t> biases = {0x0000, 0x3c00, 0xbc00, 0x0000};          // 0 1 -1 0
   Inputs inputs;
   inputs.q = {q.data(), 128, 64, 64};
   inputs.k = inputs.v = {codes.data(), 192, 96, 64};
-  inputs.k_scales = inputs.v_scales = scales.data();
-  inputs.k_biases = inputs.v_biases = biases.data();
+  inputs.k_scales = inputs.v_scales = {scales.data(), 6, 3, 2};
+  inputs.k_biases = inputs.v_biases = {biases.data(), 4, 2, 2};
   const ReferenceResult result = reference_attend(problem, inputs);
   EXPECT_EQ(result.out[0], 10.0);
   EXPECT_EQ(result.out[32], 41.0);
   EXPECT_EQ(result.out[64], 14.0);
   EXPECT_EQ(result.out[64 + 32], 160.0);
+
+  // The same numbers as bf16 and f32.
+  const std::vector<std::uint16_t> bf16_scales = {0x3f80, 0x4000, 0x7fc0, 0x3f00, 0x4080};
+  const std::vector<std::uint16_t> bf16_biases = {0x0000, 0x3f80, 0xbf80, 0x0000};
+  problem.scales_dtype = DType::bf16;
+  inputs.k_scales.data = inputs.v_scales.data = bf16_scales.data();
+  inputs.k_biases.data = inputs.v_biases.data = bf16_biases.data();
+  EXPECT_EQ(reference_attend(problem, inputs).out, result.out);
+  const std::vector<float> f32_scales = {1.0F, 2.0F, NAN, 0.5F, 4.0F};
+  const std::vector<float> f32_biases = {0.0F, 1.0F, -1.0F, 0.0F};
+  problem.scales_dtype = DType::f32;
+  inputs.k_scales.data = inputs.v_scales.data = f32_scales.data();
+  inputs.k_biases.data = inputs.v_biases.data = f32_biases.data();
+  EXPECT_EQ(reference_attend(problem, inputs).out, result.out);
 }
 
 TEST(ReferenceTest, Fp8ScaleIsPerKvHead) {
@@ -452,8 +467,8 @@ TEST(ReferenceTest, Fp8ScaleIsPerKvHead) {
   Inputs inputs;
   inputs.q = {q.data(), 2, 1, 1};
   inputs.k = inputs.v = {ones.data(), 2, 1, 1};
-  inputs.k_scales = k_scales.data();
-  inputs.v_scales = v_scales.data();
+  inputs.k_scales.data = k_scales.data();
+  inputs.v_scales.data = v_scales.data();
   const ReferenceResult result = reference_attend(problem, inputs);
   EXPECT_EQ(result.out[0], 4.0);
   EXPECT_EQ(result.out[1], 0.25);

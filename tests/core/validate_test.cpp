@@ -110,6 +110,7 @@ TEST(ValidateTest, ValuesOutsideAnEnumerationAreRefused) {
   expect_problem_refused([](Problem& p) { p.out_dtype = static_cast<DType>(255); }, "out_dtype", given);
   expect_problem_refused([](Problem& p) { p.k_format = static_cast<KvFormat>(8); }, "k_format", given);
   expect_problem_refused([](Problem& p) { p.v_format = static_cast<KvFormat>(200); }, "v_format", given);
+  expect_problem_refused([](Problem& p) { p.scales_dtype = static_cast<DType>(3); }, "scales_dtype", given);
   expect_problem_refused([](Problem& p) { p.mask = static_cast<MaskKind>(4); }, "mask", given);
   expect_problem_refused([](Problem& p) { p.layout = static_cast<KvLayout>(3); }, "layout", given);
 }
@@ -353,9 +354,9 @@ TEST(ValidateTest, WhatTheProblemDoesNotAnnounceIsRefusedAndWhatItAnnouncesIsReq
       {"alibi_slopes", [](Problem& p) { p.has_alibi = true; }, [](Inputs& in, const float* x) { in.alibi_slopes = x; }},
       {"mask", [](Problem& p) { p.mask = MaskKind::boolean; }, [](Inputs& in, const float* x) { in.mask = x; }},
       {"k_scales", [](Problem& p) { p.k_format = KvFormat::f8_e4m3; },
-       [](Inputs& in, const float* x) { in.k_scales = x; }},
+       [](Inputs& in, const float* x) { in.k_scales.data = x; }},
       {"v_scales", [](Problem& p) { p.v_format = KvFormat::f8_e4m3; },
-       [](Inputs& in, const float* x) { in.v_scales = x; }},
+       [](Inputs& in, const float* x) { in.v_scales.data = x; }},
   };
   for (const Optional& optional : optionals) {
     Call call;
@@ -382,11 +383,11 @@ TEST(ValidateTest, WhatTheProblemDoesNotAnnounceIsRefusedAndWhatItAnnouncesIsReq
   Call mlx;
   mlx.problem.k_format = KvFormat::mlx_int8;
   mlx.problem.quant_group = 32;
-  mlx.inputs.k_scales = mlx.data;
+  mlx.inputs.k_scales.data = mlx.data;
   mlx.expect_refused_input("k_biases", "null");
-  mlx.inputs.k_biases = mlx.data;
+  mlx.inputs.k_biases.data = mlx.data;
   mlx.expect_accepted();
-  mlx.inputs.v_biases = mlx.data;
+  mlx.inputs.v_biases.data = mlx.data;
   mlx.expect_refused_input("v_biases", "a pointer");
 
   Call table;

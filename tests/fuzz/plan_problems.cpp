@@ -113,6 +113,7 @@ void spoil(Choices& choices, Problem& p) {
     case 13:
       p.k_format = p.v_format = static_cast<KvFormat>(choices.below(8));
       p.quant_group = choices.pick(std::vector<std::int64_t>{0, 32, 64, 128});
+      p.scales_dtype = static_cast<DType>(choices.below(4));
       break;
     case 14:
       p.layout = choices.below(2) == 0 ? KvLayout::paged_nhd : KvLayout::paged_hnd;
@@ -132,7 +133,7 @@ PlanOptions random_options(Choices& choices, const Device& device) {
       &options.policy.chunk_tokens,   &options.policy.step_tokens, &options.policy.prefetch_tokens,
       &options.policy.prefetch_lines, &options.policy.pair_dot,    &options.policy.worker_bytes,
       &options.policy.prefetch_level, &options.policy.splits,      &options.policy.cluster,
-      &options.policy.join_blocks};
+      &options.policy.join_blocks,    &options.policy.body,        &options.policy.simdgroups};
   // CUDA refuses most fields of the CPU's kernels, so its options are mostly of its own.
   if (device.backend == Backend::cuda && choices.below(4) != 0) {
     options.policy.row_tile = choices.pick(std::vector<std::int64_t>{0, 8, 16});
@@ -140,6 +141,14 @@ PlanOptions random_options(Choices& choices, const Device& device) {
     options.policy.cluster = choices.between(-1, 1);
     options.policy.join_blocks = choices.pick(std::vector<std::int64_t>{0, 1, 3, 16, 1024});
     if (choices.below(3) == 0) options.chunk_tokens = 16 * choices.between(1, 1 << 16);
+    return options;
+  }
+  if (device.backend == Backend::metal && choices.below(4) != 0) {
+    options.policy.body = choices.between(0, 3);
+    if (choices.below(4) == 0) options.policy.row_tile = choices.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16});
+    options.policy.splits = choices.pick(std::vector<std::int64_t>{0, 0, 1, 30, 65535});
+    if (choices.below(4) == 0) options.policy.simdgroups = choices.pick(std::vector<std::int64_t>{1, 2, 4, 8, 16});
+    if (choices.below(3) == 0) options.chunk_tokens = choices.between(1, 1 << 20);
     return options;
   }
   for (std::int64_t* number : numbers) {
@@ -159,6 +168,13 @@ Device random_device(Choices& choices, const std::vector<Device>& known) {
   if (device.backend == Backend::cuda && choices.below(4) == 0) {
     device.num_sms = static_cast<int>(choices.pick(std::vector<std::int64_t>{-1, 0, 1, 2, 7, 108, 192, 2147483647}));
   }
+  if (device.backend == Backend::metal && choices.below(2) == 0) {
+    device.num_sms = static_cast<int>(choices.pick(std::vector<std::int64_t>{0, 1, 8, 20, 80, 2147483647}));
+    device.max_threadgroup_threads = choices.pick(std::vector<std::int64_t>{0, 32, 100, 384, 832, 1024, 1LL << 40});
+    device.threadgroup_bytes = choices.pick(std::vector<std::int64_t>{0, 16384, 20000, 32768, 1LL << 62});
+    std::int64_t* const limits[] = {&device.max_threadgroup_threads, &device.threadgroup_bytes};
+    if (choices.below(10) == 0) *limits[choices.below(2)] = choices.pick(kOdd);
+  }
   if (choices.below(40) == 0) device.target = "nonsense";
   if (choices.below(40) == 0) device.read_gbps = choices.below(2) == 0 ? -1.0 : 1e300;
   return device;
@@ -173,7 +189,8 @@ std::string judge(const Plan& plan) {
   if (plan.read_factor() < 1) return "read_factor " + std::to_string(plan.read_factor());
   const std::int64_t least = p.max_kv_len > 0 && p.num_seqs > 0 && p.q_len > 0 ? 1 : 0;
   const bool on_cuda = plan.device().backend == Backend::cuda;
-  const std::int64_t most = std::max(p.max_kv_len + 1, on_cuda ? plan.policy().splits : 0);
+  const bool on_metal = plan.device().backend == Backend::metal;
+  const std::int64_t most = std::max(p.max_kv_len + 1, on_cuda || on_metal ? plan.policy().splits : 0);
   if (plan.max_chunks() < least || plan.max_chunks() > most) {
     return "max_chunks " + std::to_string(plan.max_chunks());
   }
@@ -188,6 +205,16 @@ std::string judge(const Plan& plan) {
     if (policy.cluster < 0) return "policy.cluster " + std::to_string(policy.cluster);
     if (policy.join_blocks < 1) return "policy.join_blocks " + std::to_string(policy.join_blocks);
     return plan.explain().empty() ? "explain() is empty" : "";
+  }
+  if (on_metal) {
+    const Device& gpu = plan.device();
+    const std::int64_t most_threads = gpu.max_threadgroup_threads > 0 ? gpu.max_threadgroup_threads : 256;
+    if (policy.splits < 1) return "policy.splits " + std::to_string(policy.splits);
+    if (policy.body < 1 || policy.body > 3) return "policy.body " + std::to_string(policy.body);
+    if (policy.simdgroups < 1 || policy.simdgroups * 32 > most_threads) {
+      return "policy.simdgroups " + std::to_string(policy.simdgroups);
+    }
+    return plan.explain().find("prediction") == std::string::npos ? "explain() without a prediction" : "";
   }
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
   if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
@@ -226,11 +253,12 @@ std::string Trial::describe() const {
        << " dims=" << p.head_dim_qk << 'x' << p.head_dim_v << " max_kv_len=" << p.max_kv_len
        << " q_dtype=" << static_cast<int>(p.q_dtype) << " out_dtype=" << static_cast<int>(p.out_dtype)
        << " formats=" << static_cast<int>(p.k_format) << '/' << static_cast<int>(p.v_format)
-       << " quant_group=" << p.quant_group << " layout=" << static_cast<int>(p.layout) << " page_size=" << p.page_size
-       << " window=" << p.window << " mask=" << static_cast<int>(p.mask) << " softcap=" << p.softcap
-       << " target=" << device.target << " sms=" << device.num_sms << " threads=" << device.num_threads
-       << " l1_bytes=" << device.l1_bytes << " chunk_tokens=" << options.chunk_tokens
-       << " policy=" << to_string(options.policy);
+       << " quant_group=" << p.quant_group << " scales_dtype=" << static_cast<int>(p.scales_dtype)
+       << " layout=" << static_cast<int>(p.layout) << " page_size=" << p.page_size << " window=" << p.window
+       << " mask=" << static_cast<int>(p.mask) << " softcap=" << p.softcap << " target=" << device.target
+       << " sms=" << device.num_sms << " threads=" << device.num_threads << " threadgroup=" << device.threadgroup_bytes
+       << '/' << device.max_threadgroup_threads << " l1_bytes=" << device.l1_bytes
+       << " chunk_tokens=" << options.chunk_tokens << " policy=" << to_string(options.policy);
   return text.str();
 }
 
@@ -243,6 +271,7 @@ std::vector<Device> known_devices() {
     device.num_sms = 132;
     known.push_back(device);
   }
+  for (const char* target : {"apple7", "apple9", "apple10"}) known.push_back(metal_device(target, 20));
   return known;
 }
 
@@ -251,6 +280,12 @@ Trial try_plan(Choices& choices, const std::vector<Device>& known) {
   trial.problem = plausible(choices);
   for (std::int64_t spoils = choices.below(4); spoils > 1; --spoils) spoil(choices, trial.problem);
   trial.device = random_device(choices, known);
+  if (trial.device.backend == Backend::metal && choices.below(4) != 0) {  // which takes one type for all three
+    trial.problem.head_dim_qk = std::min<std::int64_t>(trial.problem.head_dim_qk, 512);
+    trial.problem.head_dim_v = std::min<std::int64_t>(trial.problem.head_dim_v, 512);
+    trial.problem.k_format = trial.problem.v_format = static_cast<KvFormat>(choices.below(3));
+    trial.problem.q_dtype = static_cast<DType>(trial.problem.k_format);
+  }
   trial.options = random_options(choices, trial.device);
   try {
     trial.fault = judge(make_plan(trial.problem, trial.device, trial.options));

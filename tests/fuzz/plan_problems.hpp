@@ -67,7 +67,7 @@ struct Trial {
   [[nodiscard]] std::string describe() const;
 };
 
-/// The devices of this machine, and CUDA devices described by hand: to plan for one takes none.
+/// The devices of this machine, and CUDA and Metal devices described by hand: to plan for one takes none.
 std::vector<Device> known_devices();
 
 /// Chooses a problem, a device among `known` and options, and plans. A plan whose every field makes sense, or an Error

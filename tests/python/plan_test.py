@@ -173,6 +173,11 @@ class PackageTest(unittest.TestCase):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         self.assertEqual(run.returncode, 0, run.stderr)
 
+    def test_kernel_text_for_metal_is_in_the_package(self):
+        sources = importlib.resources.files(kvonce) / "sources"
+        self.assertIn("kKvLen", (sources / "metal" / "params.h").read_text())
+        self.assertTrue((sources / "shared" / "partial.h").is_file())
+
     def test_types_and_docstrings(self):
         files = importlib.resources.files(kvonce)
         for name in ("py.typed", "__init__.pyi", "_core.pyi"):

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "affine_codes.hpp"
 #include "core/reference.hpp"
 #include "generator.hpp"
 #include "shared/numeric.h"
@@ -26,6 +27,9 @@ bool is_ggml(KvFormat format) { return format == KvFormat::q8_0 || format == KvF
 
 // Stride units of a row: blocks for block formats, else values.
 std::int64_t row_units(KvFormat format, std::int64_t dim) { return is_ggml(format) ? dim / 32 : dim; }
+
+// A gap counts elements, of MLX's 4-bit codes whole bytes.
+std::int64_t gap_units(KvFormat format) { return format == KvFormat::mlx_int4 ? 2 : 1; }
 
 std::int64_t unit_bytes_x2(KvFormat format) {
   switch (format) {
@@ -224,18 +228,26 @@ void CaseTensors::make_cache(bool is_k) {
   const std::int64_t tokens = paged ? p.page_size : p.max_kv_len + layout.spare_tokens;
   const std::int64_t outer = paged ? inputs_.num_pages : p.num_seqs;
   const bool token_major = paged ? p.layout == KvLayout::paged_nhd : layout.token_major;
-  const Shape shape = shape_of(outer, p.num_kv_heads, tokens, row_units(format, dim), layout.row_gap * group,
-                               token_major, layout.expand_heads);
+  const Shape shape = shape_of(outer, p.num_kv_heads, tokens, row_units(format, dim),
+                               layout.row_gap * gap_units(format), token_major, layout.expand_heads);
+  // Scales and biases are laid out apart from the codes: whatever the codes' gaps, theirs differ from each other's.
+  const KvFormat side_format = format_of(p.scales_dtype);
+  const std::int64_t num_groups = is_mlx(format) ? dim / group : 0;
+  const auto side_shape = [&](std::int64_t gap) {
+    return shape_of(outer, p.num_kv_heads, tokens, num_groups, gap, token_major, layout.expand_heads);
+  };
+  const Shape scales_shape = side_shape(layout.row_gap > 0 ? 1 : 0);
+  const Shape biases_shape = side_shape(layout.row_gap > 0 ? 3 : 0);
   GuardedBuffer& buffer = is_k ? k_ : v_;
   GuardedBuffer& scales = is_k ? k_scales_ : v_scales_;
   GuardedBuffer& biases = is_k ? k_biases_ : v_biases_;
   buffer = make_buffer(bytes_of(format, shape.total_units), layout.offset_bytes);
   fill_poison(buffer, format, spec_.poison);
   if (is_mlx(format)) {
-    scales = make_buffer(static_cast<std::size_t>(2 * shape.total_units / group), -1);
-    biases = make_buffer(static_cast<std::size_t>(2 * shape.total_units / group), -1);
-    fill_poison(scales, KvFormat::f16, spec_.poison);
-    fill_poison(biases, KvFormat::f16, spec_.poison);
+    scales = make_buffer(bytes_of(side_format, scales_shape.total_units), -1);
+    biases = make_buffer(bytes_of(side_format, biases_shape.total_units), -1);
+    fill_poison(scales, side_format, spec_.poison);
+    fill_poison(biases, side_format, spec_.poison);
   } else if (format == KvFormat::f8_e4m3) {
     std::vector<float> per_head;
     for (std::int64_t head = 0; head < p.num_kv_heads; ++head) {
@@ -257,9 +269,10 @@ void CaseTensors::make_cache(bool is_k) {
           outer_idx = inputs_.block_table[seq * inputs_.block_table_stride + token / p.page_size];
           token_idx = token % p.page_size;
         }
-        const std::int64_t at =
-            outer_idx * shape.outer_stride + head * shape.head_stride + token_idx * shape.token_stride;
-        unsigned char* row = buffer.data() + bytes_of(format, at);
+        const auto offset_in = [&](const Shape& s) {
+          return outer_idx * s.outer_stride + head * s.head_stride + token_idx * s.token_stride;
+        };
+        unsigned char* row = buffer.data() + bytes_of(format, offset_in(shape));
         if (is_plain(format)) {
           for (std::int64_t d = 0; d < dim; ++d) {
             store_plain(format, value ? value(seq, head, token, d) : normal_value(seed, i++),
@@ -278,18 +291,26 @@ void CaseTensors::make_cache(bool is_k) {
           store_plain(KvFormat::f16, full_scale * (0.5 + 0.25 * static_cast<double>(i++ % 3)),
                       row + bytes_of(format, block));
         }
-        for (std::int64_t g = 0; is_mlx(format) && g < dim / group; ++g) {
+        for (std::int64_t g = 0; g < num_groups; ++g) {
           const double scale = full_scale * (0.5 + 0.25 * static_cast<double>(i++ % 3));
-          store_plain(KvFormat::f16, scale, scales.data() + 2 * (at / group + g));
-          store_plain(KvFormat::f16, -scale * (format == KvFormat::mlx_int8 ? 128 : 8),
-                      biases.data() + 2 * (at / group + g));
+          AffineLevels levels{scale, -scale * (format == KvFormat::mlx_int8 ? 128 : 8)};
+          if (value) {
+            std::vector<double> values;
+            for (std::int64_t d = g * group; d < (g + 1) * group; ++d) values.push_back(value(seq, head, token, d));
+            levels = write_codes(format, values, g * group, row);
+          }
+          store_plain(side_format, levels.scale, scales.data() + bytes_of(side_format, offset_in(scales_shape) + g));
+          store_plain(side_format, levels.bias, biases.data() + bytes_of(side_format, offset_in(biases_shape) + g));
         }
       }
     }
   }
   (is_k ? inputs_.k : inputs_.v) = TensorView{buffer.data(), shape.outer_stride, shape.head_stride, shape.token_stride};
-  if (scales.data() != nullptr) (is_k ? inputs_.k_scales : inputs_.v_scales) = scales.data();
-  if (biases.data() != nullptr) (is_k ? inputs_.k_biases : inputs_.v_biases) = biases.data();
+  const auto view = [](const GuardedBuffer& side, const Shape& s) {
+    return TensorView{side.data(), s.outer_stride, s.head_stride, s.token_stride};
+  };
+  if (scales.data() != nullptr) (is_k ? inputs_.k_scales : inputs_.v_scales) = view(scales, scales_shape);
+  if (biases.data() != nullptr) (is_k ? inputs_.k_biases : inputs_.v_biases) = view(biases, biases_shape);
 }
 
 void CaseTensors::make_mask() {

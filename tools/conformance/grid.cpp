@@ -372,6 +372,38 @@ CaseSpec with_block_formats(const CaseSpec& plain) {
   return spec;
 }
 
+CaseSpec with_affine_formats(const CaseSpec& plain) {
+  CaseSpec spec = plain;
+  Random random(plain.seed + 13000);
+  Problem& p = spec.problem;
+  const std::vector<KvFormat> affine = {
+#define KVONCE_AFFINE_FORMAT(name) KvFormat::name,
+#include "shared/instances.def"
+  };
+  p.k_format = random.pick(affine);
+  p.v_format = random.pick(affine);
+  if (random.below(3) == 0) {
+    const std::vector<KvFormat> others = {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0, KvFormat::q4_0};
+    (random.below(2) == 0 ? p.k_format : p.v_format) = random.pick(others);
+  }
+  if (p.v_is_k_prefix) p.v_format = p.k_format;
+  p.quant_group = 0;
+  for (const KvFormat format : {p.k_format, p.v_format}) {
+    if (std::find(affine.begin(), affine.end(), format) != affine.end()) p.quant_group = 32LL << random.below(3);
+  }
+  p.scales_dtype = p.quant_group > 0 ? random.pick(kDTypes) : DType::f32;
+  const std::int64_t multiple = std::max<std::int64_t>(p.quant_group, 32);
+  p.head_dim_qk = std::min<std::int64_t>(1024, (p.head_dim_qk + multiple - 1) / multiple * multiple);
+  p.head_dim_v = std::min<std::int64_t>(1024, (p.head_dim_v + multiple - 1) / multiple * multiple);
+  for (TensorLayout* layout : {&spec.k, &spec.v}) {
+    if (layout->offset_bytes == 20) layout->offset_bytes = 2;
+  }
+  spec.name += " affine k=" + std::string(to_string(p.k_format)) + " v=" + std::string(to_string(p.v_format)) +
+               " group " + std::to_string(p.quant_group) + " of " + std::string(to_string(p.scales_dtype)) + " d" +
+               std::to_string(p.head_dim_qk) + 'x' + std::to_string(p.head_dim_v);
+  return spec;
+}
+
 std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResult& on_result) {
   std::vector<CaseResult> results;
   const std::uint64_t num_arrays = level == Level::full ? 10 : 1;
@@ -390,11 +422,12 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
         if (on_result) on_result(results.back());
       }
       // Once more, every fourth case each (quick: every eighth), with what changes scores and hides keys, with block formats,
-      // and every sixteenth with both.
+      // with MLX's formats, and every sixteenth with the first and either of the others.
       if (device.backend != Backend::cpu) continue;
       const std::uint64_t period = level == Level::quick ? 8 : 4;
       CaseSpec again = spec;
       if (spec.seed % period == 1 || spec.seed % (4 * period) == 0) again = with_block_formats(again);
+      if (spec.seed % period == 2 || spec.seed % (4 * period) == period) again = with_affine_formats(again);
       if (spec.seed % period == 0) again = with_score_rules(again);
       if (again.name == spec.name) continue;
       again.name = device.target + " " + again.name;

@@ -26,4 +26,8 @@ CaseSpec with_score_rules(const CaseSpec& plain);
 /// The case with block formats for K, V or both and head dims of whole blocks.
 CaseSpec with_block_formats(const CaseSpec& plain);
 
+/// The case with MLX's formats for K, V or both, of a group size and a dtype of scales that its seed chooses, and head dims of
+/// whole groups.
+CaseSpec with_affine_formats(const CaseSpec& plain);
+
 }  // namespace kvonce::conformance

@@ -9,6 +9,15 @@
 namespace kvonce::tool {
 
 Device choose_device(const DeviceOptions& options) {
+  if (options.num_cores > 0 && options.backend != Backend::metal) {
+    throw Error(ErrorCode::InvalidArgument, "--cores: is for backend metal; leave it out without --backend metal");
+  }
+  if (options.backend == Backend::metal) {
+    if (options.num_threads > 0) {
+      throw Error(ErrorCode::InvalidArgument, "--threads: is for backend cpu; leave it out with --backend metal");
+    }
+    return metal_device(options.target.empty() ? "apple7" : options.target, options.num_cores);
+  }
   if (options.backend == Backend::cuda) {
     if (!options.target.empty() || options.num_threads > 0) {
       throw Error(ErrorCode::InvalidArgument, fmt::format("{}: is for backend cpu; leave it out with --backend cuda",

@@ -59,6 +59,23 @@ void add_backend_option(CLI::App& command, DeviceOptions& options) {
       ->check(CLI::IsMember({"cpu", "cuda"}).description(""));
 }
 
+// Plans need no device, so that those for an Apple GPU can be explained anywhere.
+void add_planned_backend_option(CLI::App& command, DeviceOptions& options) {
+  const auto choose = [&options](const std::string& name) {
+    for (const Backend backend : {Backend::cpu, Backend::cuda, Backend::metal}) {
+      if (to_string(backend) == name) options.backend = backend;
+    }
+  };
+  command
+      .add_option_function<std::string>("--backend", choose,
+                                        "What to plan for: cpu, cuda or metal, an Apple GPU that --target and --cores "
+                                        "describe (default cpu)")
+      ->check(CLI::IsMember({"cpu", "cuda", "metal"}).description(""));
+  constexpr int kMostCores = 1024;
+  command.add_option("--cores", options.num_cores, "Metal: GPU cores (default: unknown)")
+      ->check(CLI::Range(1, kMostCores).description(""));
+}
+
 void add_case_options(CLI::App& command, std::string& cases_path, std::vector<std::string>& case_texts) {
   command.add_option("--cases", cases_path, "FILE with one case string per line, # starts a comment");
   command.add_option("--case", case_texts, "A case string; may be given several times")->expected(1)->take_all();
@@ -197,7 +214,8 @@ void add_explain_command(CLI::App& app) {
   auto options = std::make_shared<ExplainOptions>();
   CLI::App* command = app.add_subcommand("explain", "Print what would run for a case, and why");
   command->footer(
-      "Example:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n\n"
+      "Examples:\n  kvonce explain \"32q/4kv d128 kv=32768 q=1 seqs=1 dtype=bf16\" --target avx2 --threads 2\n"
+      "  kvonce explain \"32q/4kv d128 kv=32768\" --backend metal --target apple10 --cores 20\n\n"
       "A case is: 32q/4kv d128 kv=32768 [q=1] [seqs=1] [dtype=bf16] [causal=1] [layout=nhd] [v_dtype=q8_0] "
       "[mask=additive] "
       "[softcap=30] [alibi=1] [sinks=1]; d192x128 when K and V "
@@ -205,7 +223,7 @@ void add_explain_command(CLI::App& app) {
   command->add_option("case,--case", options->case_text, "The case string")->required();
   command->add_option("--dtype", options->dtype, "How K and V are stored when the case has no dtype= (default f16)");
   command->add_option("--q-dtype", options->q_dtype, "Type of q and out: f32, f16 or bf16 (default: as K and V)");
-  add_backend_option(*command, options->device);
+  add_planned_backend_option(*command, options->device);
   add_device_options(*command, options->device);
   command->callback([options] { run_explain(*options); });
 }

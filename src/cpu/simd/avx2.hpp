@@ -184,4 +184,31 @@ struct Simd::Elements<KvFormat::q4_0> {
   }
 };
 
+/// MLX's codes: 16 of them, of one group.
+template <>
+struct Simd::Elements<KvFormat::mlx_int8> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    const auto* p = reinterpret_cast<const __m128i*>(codes);
+    const auto* next = reinterpret_cast<const __m128i*>(codes + width);
+    a = fmadd(widen(_mm_loadl_epi64(p)), broadcast(scale), broadcast(bias));
+    b = fmadd(widen(_mm_loadl_epi64(next)), broadcast(scale), broadcast(bias));
+  }
+  static Vec widen(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)); }
+};
+
+/// Neighbours share a byte: a holds the even values, b the odd ones.
+template <>
+struct Simd::Elements<KvFormat::mlx_int4> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = true;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i even = _mm256_and_si256(wide, _mm256_set1_epi32(15));
+    a = fmadd(_mm256_cvtepi32_ps(even), broadcast(scale), broadcast(bias));
+    b = fmadd(_mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4)), broadcast(scale), broadcast(bias));
+  }
+};
+
 }  // namespace kvonce::cpu::avx2

@@ -256,3 +256,61 @@ struct Simd::Elements<KvFormat::q4_0> {
     d = mul(_mm512_permutexvar_ps(_mm512_srli_epi32(bd, 4), levels), scale);
   }
 };
+
+/// MLX's codes: 32 of them, of one group.
+template <>
+struct Simd::Elements<KvFormat::mlx_int8> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    const auto* p = reinterpret_cast<const __m128i*>(codes);
+    a = fmadd(widen(_mm_loadu_si128(p)), broadcast(scale), broadcast(bias));
+    b = fmadd(widen(_mm_loadu_si128(p + 1)), broadcast(scale), broadcast(bias));
+  }
+  static void load_split(const Stored* p0, const Stored* p1, const float* scale_0, const float* scale_1,
+                         const float* bias_0, const float* bias_1, Vec (&v)[4]) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p0));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p1));
+    const __m256i ac = _mm256_unpacklo_epi64(first, second);
+    const __m256i bd = _mm256_unpackhi_epi64(first, second);
+    const Vec scale = halves(scale_0, scale_1);
+    const Vec bias = halves(bias_0, bias_1);
+    v[0] = fmadd(widen(_mm256_castsi256_si128(ac)), scale, bias);
+    v[1] = fmadd(widen(_mm256_castsi256_si128(bd)), scale, bias);
+    v[2] = fmadd(widen(_mm256_extracti128_si256(ac, 1)), scale, bias);
+    v[3] = fmadd(widen(_mm256_extracti128_si256(bd, 1)), scale, bias);
+  }
+  static Vec widen(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes)); }
+  /// One token's in the lower half, the other's in the upper.
+  static Vec halves(const float* lower, const float* upper) {
+    return _mm512_mask_broadcastss_ps(broadcast(*lower), 0xff00, _mm_load_ss(upper));
+  }
+};
+
+/// The low four bits of a lane choose one of the sixteen values that the group's scale and bias allow. Neighbours share a byte:
+/// one vector holds the even values, the other the odd ones.
+template <>
+struct Simd::Elements<KvFormat::mlx_int4> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = true;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    const Vec values = fmadd(levels(), broadcast(scale), broadcast(bias));
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    a = _mm512_permutexvar_ps(wide, values);
+    b = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), values);
+  }
+  static void load_split(const Stored* p0, const Stored* p1, const float* scale_0, const float* scale_1,
+                         const float* bias_0, const float* bias_1, Vec (&v)[4]) {
+    const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p0));
+    const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p1));
+    const __m512i ab = _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(first, second));
+    const __m512i cd = _mm512_cvtepu8_epi32(_mm_unpackhi_epi64(first, second));
+    const Vec scale = Elements<KvFormat::mlx_int8>::halves(scale_0, scale_1);
+    const Vec bias = Elements<KvFormat::mlx_int8>::halves(bias_0, bias_1);
+    v[0] = fmadd(_mm512_permutexvar_ps(ab, levels()), scale, bias);
+    v[1] = fmadd(_mm512_permutexvar_ps(_mm512_srli_epi32(ab, 4), levels()), scale, bias);
+    v[2] = fmadd(_mm512_permutexvar_ps(cd, levels()), scale, bias);
+    v[3] = fmadd(_mm512_permutexvar_ps(_mm512_srli_epi32(cd, 4), levels()), scale, bias);
+  }
+  static Vec levels() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+};

@@ -249,3 +249,32 @@ struct Simd::Elements<KvFormat::q4_0> {
     Elements<KvFormat::q8_0>::from_codes(vsubq_s8(nibbles, vdupq_n_s8(8)), block->scale, a, b);
   }
 };
+
+/// MLX's codes: 16 of them, of one group.
+template <>
+struct Simd::Elements<KvFormat::mlx_int8> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    from_codes(vld1q_u8(codes), scale, bias, a, b);
+  }
+  static void from_codes(uint8x16_t codes, float scale, float bias, Vec& a, Vec& b) {
+    a = fmadd(widen(vmovl_u8(vget_low_u8(codes))), broadcast(scale), broadcast(bias));
+    b = fmadd(widen(vmovl_high_u8(codes)), broadcast(scale), broadcast(bias));
+  }
+  static Vec widen(uint16x8_t codes) {
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(codes))), vcvtq_f32_u32(vmovl_high_u16(codes))};
+  }
+};
+
+template <>
+struct Simd::Elements<KvFormat::mlx_int4> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = false;
+  /// Low and high nibbles of eight bytes zipped: in order again.
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    const uint8x8_t bytes = vld1_u8(codes);
+    const uint8x8x2_t nibbles = vzip_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4));
+    Elements<KvFormat::mlx_int8>::from_codes(vcombine_u8(nibbles.val[0], nibbles.val[1]), scale, bias, a, b);
+  }
+};

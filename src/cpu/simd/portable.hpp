@@ -13,7 +13,8 @@
 //                                      store_half_sums(p, v, scale), 8 vectors: p[i] is scale times the sum of v[i]'s lower
 //                                      half, p[8 + i] of its upper half,
 //                                      load_split(p0, p1, a, b) loads `width` dims of two tokens, half a vector of each;
-//                                      kSplitsBlocks: block formats have load_split(p0, p1, a, b, c, d) for a block of each
+//                                      kSplitsBlocks: block formats have load_split(p0, p1, a, b, c, d) for a block of each; MLX's
+//                                      take two rows' codes, scales and biases and fill v[4]
 //   kHasLanes                          a multiply-add takes one lane of a register as its factor: load_lanes<count>(p),
 //                                      fmadd_lane(a, lanes, i, c) = a * p[i] + c
 //   exp2                               2^x for x <= 0; -inf gives exactly 0, NaN stays NaN; relative error < 2e-7
@@ -205,6 +206,32 @@ struct Simd::Elements<KvFormat::q4_0> {
     for (int i = 0; i < width; ++i) {
       a[i] = static_cast<float>((codes[i] >> shift & 15) - 8) * scale;
       b[i] = static_cast<float>((codes[width + i] >> shift & 15) - 8) * scale;
+    }
+  }
+};
+
+/// MLX's codes: 2 * width of them, of one group.
+template <>
+struct Simd::Elements<KvFormat::mlx_int8> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = false;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    for (int i = 0; i < width; ++i) {
+      a[i] = static_cast<float>(codes[i]) * scale + bias;
+      b[i] = static_cast<float>(codes[width + i]) * scale + bias;
+    }
+  }
+};
+
+/// Neighbours share a byte: a holds the even values, b the odd ones.
+template <>
+struct Simd::Elements<KvFormat::mlx_int4> {
+  using Stored = std::uint8_t;
+  static constexpr bool kEvenOdd = true;
+  static void load_pair(const Stored* codes, float scale, float bias, Vec& a, Vec& b) {
+    for (int i = 0; i < width; ++i) {
+      a[i] = static_cast<float>(codes[i] & 15) * scale + bias;
+      b[i] = static_cast<float>(codes[i] >> 4) * scale + bias;
     }
   }
 };
