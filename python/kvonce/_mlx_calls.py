@@ -10,7 +10,7 @@ from ._mlx_transforms import originals
 MAX_Q_LEN = 64
 
 
-def _backend(stream):
+def backend_of(stream):
     """The module that serves calls on a stream, device or type of device of MLX, or on the default one."""
     device = mx.default_device() if stream is None else stream
     device = getattr(device, "device", device)  # of a stream
@@ -36,7 +36,7 @@ def _serve(q, k, v, scale, mask, sinks, stream):
     causal = arguments.check_mask(mask, (*q.shape[:3], k.shape[2]), dtype)
     arguments.check_sinks(sinks, q.shape[1], dtype)
     _require_serveable(q.shape, k.shape[2], causal)
-    backend = _backend(stream)
+    backend = backend_of(stream)
     out, kernel = backend.attend(q, k, v, scale, causal, None if isinstance(mask, str) else mask, sinks, dtype,
                                  stream)
     count_served(kernel)
@@ -74,7 +74,7 @@ def _serve_quantized(queries, q_keys, q_values, scale, mask, group_size, bits):
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         raise Fallback("a quantised cache and a mask that differs by head")
     _require_serveable(queries.shape, shape[3], causal)
-    if _backend(None) is not _mlx_cpu:
+    if backend_of(None) is not _mlx_cpu:
         raise Fallback("a quantised cache on a device that is not the CPU")
     out, kernel = _mlx_cpu.attend_quantized(queries, q_keys, q_values, scale, causal, mask, group_size, bits, dtype)
     count_served(kernel)

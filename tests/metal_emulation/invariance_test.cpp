@@ -44,8 +44,9 @@ class MetalBodyTest : public testing::TestWithParam<Body> {
   }
 
   static void expect_oracle(const CaseSpec& spec) {
-    const CaseResult result = check_emulated(spec, choose(spec, GetParam()));
-    EXPECT_EQ(result.status, CaseResult::passed) << result.name << ": " << result.detail;
+    const Choice choice = choose(spec, GetParam());
+    const CaseResult result = check_emulated(spec, choice);
+    EXPECT_EQ(result.status, CaseResult::passed) << result.name << ' ' << choice.name() << ": " << result.detail;
   }
 
   static std::vector<unsigned char> result_bytes(const CaseSpec& spec, const Choice& choice) {

@@ -119,7 +119,7 @@ class _InUse:
     def __init__(self, host, plan_of):
         self._patches = [unittest.mock.patch.object(mx.fast, "metal_kernel", host.metal_kernel),
                          unittest.mock.patch.object(_mlx_metal, "plan_of", plan_of),
-                         unittest.mock.patch.object(_mlx_calls, "_backend", lambda stream: _mlx_metal)]
+                         unittest.mock.patch.object(_mlx_calls, "backend_of", lambda stream: _mlx_metal)]
 
     def _forget_kernels(self):
         _mlx_metal.attend_kernel.cache_clear()

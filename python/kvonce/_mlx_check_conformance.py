@@ -1,0 +1,106 @@
+"""Results of kvonce.mlx against MLX's own attention in float32, for every body of the kernels where there are several."""
+import mlx.core as mx
+
+from kvonce import _metal_policy, _mlx_metal
+from kvonce import mlx as kvonce_mlx
+from kvonce._mlx_arguments import dtype_name
+from kvonce._mlx_transforms import originals
+
+MAX_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # relative RMS
+_FAST_MATH_ERROR = 1e-4  # of float32 on a GPU, whose exponentials are approximations
+
+
+def _normal(shape, seed, dtype):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def _cases(quick):
+    """(name, num_seqs, heads, q_len, kv_len, dims, dtype, mask, has_sinks, layout)"""
+    every = (1, 31, 32, 33, 130) if quick else (*range(1, 131), 1000, 4097)
+    for kv_len in every:
+        yield ("lengths", 1, (8, 2), 1, kv_len, (64, 64), "float16", None, False, "BHSD")
+    for dtype in MAX_ERROR:
+        for heads in ((1, 1), (9, 3), (32, 4)) if quick else ((1, 1), (9, 3), (14, 2), (16, 2), (32, 4), (64, 8), (32, 32), (5, 1)):
+            for dims in ((64, 64), (128, 128)) if quick else ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+                yield ("heads", 2, heads, 1, 300, dims, dtype, None, False, "BHSD")
+    for q_len in (2, 5, 17) if quick else (2, 3, 4, 5, 8, 16, 17, 33, 64):
+        for mask in ("causal", "boolean", "additive", None):
+            for heads in ((8, 2), (9, 3)):
+                yield ("rows", 2, heads, q_len, 200, (128, 128), "float16", mask, False, "BHSD")
+    for layout in ("BSHD", "slice", "expanded"):
+        yield ("layouts", 2, (8, 2), 1, 500, (128, 128), "float16", None, False, layout)
+    for q_len in (1, 4):
+        yield ("sinks", 2, (8, 2), q_len, 200, (64, 64), "bfloat16", "causal", True, "BHSD")
+
+
+def _cache(num_seqs, num_kv_heads, kv_len, dim, seed, dtype, layout):
+    if layout == "BSHD":
+        return _normal((num_seqs, kv_len, num_kv_heads, dim), seed, dtype).transpose(0, 2, 1, 3)
+    if layout == "slice":
+        return _normal((num_seqs, num_kv_heads, kv_len + 70, dim), seed, dtype)[:, :, 3:3 + kv_len]
+    if layout == "expanded":
+        return mx.broadcast_to(_normal((1, num_kv_heads, kv_len, dim), seed, dtype), (num_seqs, num_kv_heads, kv_len, dim))
+    return _normal((num_seqs, num_kv_heads, kv_len, dim), seed, dtype)
+
+
+def _mask(kind, q_len, kv_len, dtype):
+    if kind == "boolean":
+        return (_normal((q_len, kv_len), 4, mx.float32) > 0) | (mx.arange(kv_len) == 0)
+    return _normal((q_len, kv_len), 4, dtype) if kind == "additive" else kind
+
+
+def relative_rms(got, expected):
+    got, expected = got.astype(mx.float32), expected.astype(mx.float32)
+    return (((got - expected) ** 2).mean() / mx.maximum((expected ** 2).mean(), 1e-30)).sqrt().item()
+
+
+def _expected(q, k, v, scale, mask, sinks):
+    q, k, v = (array.astype(mx.float32) for array in (q, k, v))
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        mask = mask.astype(mx.float32)
+    return originals["attend"](q, k, v, scale=scale, mask=mask, sinks=None if sinks is None else sinks.astype(mx.float32))
+
+
+def _of_body(number, q, k, v, scale, mask, sinks):
+    """A body of the Metal kernels that the policy need not have chosen; None where it cannot be."""
+    try:
+        plan = _mlx_metal.plan_of(q, k, v, asked=(("body", number),))
+    except ValueError:
+        return None
+    causal = isinstance(mask, str)
+    return _mlx_metal.launch(plan, q, k, v, None if causal else mask, sinks, scale, causal, q.dtype)[0]
+
+
+def run(on_metal, quick):
+    bodies = _metal_policy.BODIES if on_metal else {}
+    failed, worst, count = [], {}, 0
+    kvonce_mlx.reset_stats()
+    for name, num_seqs, heads, q_len, kv_len, dims, dtype, mask, has_sinks, layout in _cases(quick):
+        dtype = getattr(mx, dtype)
+        q = _normal((num_seqs, heads[0], q_len, dims[0]), 1, dtype)
+        k = _cache(num_seqs, heads[1], kv_len, dims[0], 2, dtype, layout)
+        v = _cache(num_seqs, heads[1], kv_len, dims[1], 3, dtype, layout)
+        text = (f"{name}: {heads[0]}q/{heads[1]}kv d{dims[0]}x{dims[1]} kv={kv_len} q={q_len} seqs={num_seqs} "
+                f"dtype={dtype_name(dtype)} mask={mask} sinks={has_sinks} layout={layout}")
+        mask = _mask(mask, q_len, kv_len, dtype)
+        sinks = _normal((heads[0],), 5, dtype) if has_sinks else None
+        expected = _expected(q, k, v, 0.125, mask, sinks)
+        results = {"kvonce": kvonce_mlx.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask, sinks=sinks)}
+        for number, body in bodies.items():
+            results[body] = _of_body(number, q, k, v, 0.125, mask, sinks)
+        allowed = MAX_ERROR[dtype_name(dtype)]
+        if on_metal and dtype == mx.float32:
+            allowed = _FAST_MATH_ERROR
+        for arm, got in results.items():
+            if got is None:
+                continue
+            count += 1
+            error = relative_rms(got, expected)
+            key = f"{arm} {dtype_name(dtype)}"
+            worst[key] = max(worst.get(key, 0.0), error) if error == error else error
+            if not error <= allowed:
+                failed.append(f"{arm}, {text}: relative RMS {error}, allowed {allowed}")
+    counted = kvonce_mlx.stats()
+    failed += [f"{calls} calls went to MLX: {reason}" for reason, calls in counted["fallbacks"].items()]
+    print(f"conformance: {count} results, {len(failed)} failed", flush=True)
+    return {"cases": count, "failed": failed, "worst_relative_rms": worst, "stats": counted}
