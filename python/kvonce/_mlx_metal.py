@@ -178,8 +178,7 @@ def _mask_of(mask, shape, dtype):
 def _sinks_of(sinks):
     if sinks is None:
         return _unused(mx.float32)
-    sinks = sinks.astype(mx.float32)
-    return mx.pad(sinks, (0, _MIN_ELEMENTS)) if sinks.size < _MIN_ELEMENTS else mx.contiguous(sinks)
+    return mx.pad(sinks.astype(mx.float32), (0, _MIN_ELEMENTS))  # packed, whatever its stride was
 
 
 def launch(plan, q, k, v, mask, sinks, scale, causal, out_dtype, stream=None, verbose=False):
