@@ -243,6 +243,8 @@ def _require_asked(asked, gpu):
         field("row_tile", tile in (0, 1), "0 (choose) or 1 for the per_head body")
     else:
         field("row_tile", tile in (0, 1, 2, 4, 8, 16), "0 (choose), 1, 2, 4, 8 or 16")
+    field("chunk_tokens", asked["chunk_tokens"] == 0 or body != PER_HEAD,
+          "0 for the per_head body, whose chunks take every num_chunks-th token")
     field("rows_per_worker", 0 <= asked["rows_per_worker"] <= 256, "0 (choose) to 256")
     field("chunk_tokens", 0 <= asked["chunk_tokens"] <= 1 << 30, "0 (choose) to 2^30 on the metal backend")
     field("splits", 0 <= asked["splits"] <= 65535, "0 (choose) to 65535")

@@ -21,6 +21,10 @@ std::string with_unit(double bytes) {
 std::string formats(const Problem& p) {
   std::string text = "q " + std::string(to_string(p.q_dtype)) + ", k " + std::string(to_string(p.k_format)) + ", v " +
                      std::string(to_string(p.v_format)) + ", out " + std::string(to_string(p.out_dtype));
+  if (p.quant_group > 0) {
+    text += ", scales and biases " + std::string(to_string(p.scales_dtype)) + " per " + std::to_string(p.quant_group) +
+            " values";
+  }
   return text;
 }
 

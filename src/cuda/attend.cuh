@@ -20,16 +20,19 @@
 
 namespace kvonce::cuda {
 
-/// kOneStep: no warp has more than one step.
+/// A plan for a long cache serves short ones too: where plain decode has a loop, a block with few tiles takes the body
+/// without one, by half the warps.
+constexpr int kShortWarps = 4;
+constexpr int kShortTiles = 2;
+
+/// A block's work. kOneStep: no warp has more than one step.
 template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, bool kStaged, Join kJoin, bool kOneStep,
           class K>
-__global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_constant__ AttendParams params) {
-  cuda_trigger_dependents();
-  const BlockWork w = find_work<kJoin, K::kPlain>(params);
-  if (w.split >= w.num_splits) return;
+__device__ __forceinline__ void attend_block(const AttendParams& params, const BlockWork& w) {
   __shared__ std::uint64_t mail_barrier;
   __shared__ int ticket_number;
   const int warp = static_cast<int>(threadIdx.x / 32);
+  const bool attends = K::kAttending == K::kWarps || warp < K::kAttending;
 
   constexpr int kStep = kTokenTiles * kTileTokens;
   Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles, kStaged, K> tile;
@@ -49,13 +52,13 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   touch_params(params);
   if constexpr (kJoin == kJoinCluster) open_mail<K>(params, w, &mail_barrier, kDimV / 4);
   const MergeArea area =
-      lay_out_area<K>(params, w, kDimV, kStaged ? K::kWarps * stage_bytes(kDimQk, kDimV, kTokenTiles) : 0);
+      lay_out_area<K>(params, tile.kRows, kDimV, kStaged ? K::kWarps * stage_bytes(kDimQk, kDimV, kTokenTiles) : 0);
   if (early) cuda_wait_for_preceding();
   if constexpr (tile.kSharedQ) {
     __shared__ uint4 q_shared[kRowTiles * (kDimQk / 32) * 32];
     tile.share_row_tile(params, w, q_shared);
   } else {
-    tile.load_row_tile(params, w);
+    if (attends) tile.load_row_tile(params, w);
   }
   Ticket ticket;
   if constexpr (kJoin != kJoinCluster) ticket = take_ticket(params, w);
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   }
 
   if constexpr (kStaged) __syncthreads();  // the partials come where the stages are
-  tile.store_partial(area, warp);
+  if (attends) tile.store_partial(area, warp);
   if constexpr (kJoin == kJoinCluster) {
     __syncthreads();
     join_cluster<K>(params, w, area, &mail_barrier, kDimV / 4);
@@ -114,6 +117,22 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
     __syncthreads();
     join_block<K, kJoin>(params, w, area, kDimV / 4, ticket_number);
   }
+}
+
+template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, bool kStaged, Join kJoin, bool kOneStep,
+          class K>
+__global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_constant__ AttendParams params) {
+  cuda_trigger_dependents();
+  const BlockWork w = find_work<kJoin, K::kPlain>(params);
+  if (w.split >= w.num_splits) return;
+  if constexpr (K::kPlain && kJoin == kJoinWorkspace && !kOneStep) {
+    if (w.tile_end - w.tile_begin <= kShortWarps * kShortTiles) {
+      attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true,
+                   Known<K::kWarps, true, typename K::Out, 1, kShortWarps>>(params, w);
+      return;
+    }
+  }
+  attend_block<T, kDimQk, kDimV, kRowTiles, kTokenTiles, kStaged, kJoin, kOneStep, K>(params, w);
 }
 
 }  // namespace kvonce::cuda

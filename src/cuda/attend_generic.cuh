@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
     has_step = has_next;
   }
 
-  const MergeArea area = lay_out_area<Known<kWarps>>(params, w, params.head_dim_v);
+  const MergeArea area = lay_out_area<Known<kWarps>>(params, params.shape.rows_per_block, params.head_dim_v);
   tile.store_partial(area, warp);
   __shared__ int ticket_number;
   if (threadIdx.x == 0) ticket_number = show_ticket(ticket);

@@ -99,22 +99,24 @@ __device__ __forceinline__ void join_few(const AttendParams& p, const BlockWork&
   }
 }
 
-/// One slice of the output, from the workspace. Groups of kSlice threads take the splits in turn, a thread an element: a
-/// split's part of a slice is 256 neighbouring bytes. Then the groups' sums meet in shared memory.
+/// K::kJoinedSlices neighbouring slices of the output, from the workspace. Groups of threads take the splits in turn, a thread an
+/// element: a split's part of a slice is 256 neighbouring bytes. Then the groups' sums meet in shared memory.
 template <class K>
 __device__ __forceinline__ void join_slice(const AttendParams& p, const BlockWork& w, const MergeArea& area,
-                                           unsigned row_elements, const Joiner& j, unsigned slice) {
-  constexpr unsigned kGroups = K::kThreads / kSlice;
-  constexpr unsigned kAtOnce = 32 / K::kWarps;  // loads in flight
+                                           unsigned row_elements, const Joiner& j, unsigned first) {
+  constexpr unsigned kWidth = kSlice * K::kJoinedSlices;
+  constexpr unsigned kGroups = K::kThreads / kWidth;
+  constexpr unsigned kAtOnce = 32 * K::kJoinedSlices / K::kWarps;  // loads in flight
   const unsigned elements = j.elements;
   const unsigned capacity = j.capacity;
   const unsigned slice_rows = j.slice_rows;
-  const unsigned group = threadIdx.x / kSlice;
-  const unsigned at = threadIdx.x % kSlice;
-  const unsigned e = slice * kSlice + at;
+  const unsigned group = threadIdx.x / kWidth;
+  const unsigned at = threadIdx.x % kWidth;
+  const unsigned e = first * kSlice + at;
+  const unsigned slice = first + at / kSlice;
   const bool exists = K::kPlain || e < elements;
-  const unsigned slice_row = K::kPlain ? 0 : min(e, elements - 1) / row_elements - first_row_of(slice, row_elements);
-  const bool is_first_of_row = at == 0 || (!K::kPlain && e % row_elements == 0);
+  const unsigned slice_row = K::kPlain ? 0 : e / row_elements - first_row_of(slice, row_elements);
+  const bool is_first_of_row = at % kSlice == 0 || (!K::kPlain && e % row_elements == 0);
   Partial a;
   float4* element = j.partials + static_cast<std::int64_t>(group) * capacity + e;
   float2* element_ml = j.ml + static_cast<std::int64_t>(slice * p.shape.num_splits + group) * slice_rows + slice_row;
@@ -131,22 +133,22 @@ __device__ __forceinline__ void join_slice(const AttendParams& p, const BlockWor
     element += static_cast<std::int64_t>(kAtOnce * kGroups) * capacity;
     element_ml += kAtOnce * kGroups * slice_rows;
   }
-  join_lanes<kSlice, 32>(a);
-  auto* const sums = reinterpret_cast<float4*>(area.x);  // [kWarps][kSlice + 1]: the warps' partials are used up
-  auto* const sums_ml = reinterpret_cast<float2*>(sums + K::kWarps * (kSlice + 1));
-  const unsigned place = threadIdx.x / 32 * (kSlice + 1) + at;
+  join_lanes<kWidth, 32>(a);
+  auto* const sums = reinterpret_cast<float4*>(area.x);  // [kWarps][kWidth + 1]: the warps' partials are used up
+  auto* const sums_ml = reinterpret_cast<float2*>(sums + K::kWarps * (kWidth + 1));
+  const unsigned place = threadIdx.x / 32 * (kWidth + 1) + at;
   __syncthreads();
-  if (threadIdx.x % 32 < kSlice) {
+  if (threadIdx.x % 32 < kWidth) {
     sums[place] = a.x;
     sums_ml[place] = make_float2(a.m, a.l);
   }
   __syncthreads();
-  if (threadIdx.x / 32 >= kSlice * K::kWarps / 32) return;  // whole warps
+  if (threadIdx.x / 32 >= kWidth * K::kWarps / 32) return;  // whole warps
   const unsigned sum_at = threadIdx.x / K::kWarps;
-  const unsigned sum = threadIdx.x % K::kWarps * (kSlice + 1) + sum_at;
+  const unsigned sum = threadIdx.x % K::kWarps * (kWidth + 1) + sum_at;
   a = {sums[sum], sums_ml[sum].x, sums_ml[sum].y};
   join_lanes<1, K::kWarps>(a);
-  const unsigned sum_e = slice * kSlice + sum_at;
+  const unsigned sum_e = first * kSlice + sum_at;
   if (sum_e < elements && threadIdx.x % K::kWarps == 0) finish<K>(p, w, sum_e, row_elements, a);
 }
 
@@ -184,7 +186,8 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
     join_few<K>(p, w, row_elements, j);
   } else {
 #pragma unroll 1
-    for (unsigned slice = j.first; slice < static_cast<unsigned>(slices); slice += j.joiners) {
+    for (unsigned slice = j.first * K::kJoinedSlices; slice < static_cast<unsigned>(slices);
+         slice += j.joiners * K::kJoinedSlices) {
       join_slice<K>(p, w, area, row_elements, j, slice);
     }
   }

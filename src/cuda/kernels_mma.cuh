@@ -11,7 +11,7 @@ template <typename T, int kDimQk, int kDimV, int kRowTiles, Join kJoin>
 const void* general_address() {
   return reinterpret_cast<const void*>(
       &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), is_staged(kDimQk, kDimV), kJoin, false,
-                  Known<mma_warps(kDimQk, kDimV)>>);
+                  Known<mma_warps(kDimQk, kDimV), false, void, kRowTiles == 4 ? 2 : 1>>);
 }
 
 template <typename T, int kDim, Join kJoin, int kTiles, bool kOneStep, int kBlockWarps>

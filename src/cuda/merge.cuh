@@ -32,13 +32,11 @@ __device__ __forceinline__ float4 exchange_pairs(const float4& v, bool exchange)
 extern __shared__ __align__(16) unsigned char shared_bytes[];
 
 template <class K>
-__device__ __forceinline__ MergeArea lay_out_area(const AttendParams& p, const BlockWork& w, int dim_v,
-                                                  int kv_bytes = 0) {
+__device__ __forceinline__ MergeArea lay_out_area(const AttendParams& p, int rows, int dim_v, int kv_bytes = 0) {
   MergeArea area;
-  area.rows = K::kPlain ? kPlainRows : w.num_rows;
+  area.rows = rows;
   area.dim_v = dim_v;
   area.x = reinterpret_cast<float*>(shared_bytes);
-  const int rows = K::kPlain ? kPlainRows : p.shape.rows_per_block;
   area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(K::kWarps, rows, dim_v, kv_bytes));
   area.mail = reinterpret_cast<float4*>(area.ml + merge_ml_pairs(K::kWarps, rows));
   area.mail_ml = reinterpret_cast<float2*>(area.mail + p.shape.own_slices * p.shape.num_splits * kSlice);
@@ -102,10 +100,10 @@ __device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w
 /// Joins the warps' partials of an element.
 template <class K>
 __device__ __forceinline__ Partial join_warps(const MergeArea& area, unsigned row, unsigned dim) {
-  float4 x[K::kWarps];
-  float2 ml[K::kWarps];
+  float4 x[K::kAttending];
+  float2 ml[K::kAttending];
 #pragma unroll
-  for (unsigned warp = 0; warp < K::kWarps; ++warp) {
+  for (unsigned warp = 0; warp < K::kAttending; ++warp) {
     x[warp] = *area.four(warp, row, dim);
     ml[warp] = area.ml[warp * area.rows + row];
   }

@@ -107,6 +107,7 @@ struct AttendParams {
   std::int64_t lse_seq;
   std::int64_t lse_head;
   std::int64_t lse_token;
+  std::uint32_t q_len_magic;  // divides by q_len: divide()
 };
 
 /// Rows that plain decode (Known in partial.cuh) takes at most, and has room for in shared memory.
@@ -143,10 +144,10 @@ KVONCE_FN std::uint32_t divide_magic(std::int32_t divisor) {
 
 // Shared memory of a block, in order: the warps' partials, their maxima and sums, and in a cluster what the other blocks
 // send. Sizes are multiples of 16 bytes.
-// At least what join_workspace() needs for its sums: 6 floats for every warp and element of a slice, and one to spare.
+// At least what join_workspace() needs for its sums: 6 floats for every warp and element of two slices, and one to spare.
 // Where K and V are staged (KvTile), they have the same place before.
 KVONCE_FN constexpr int merge_x_floats(int num_warps, int rows, int dim_v, int kv_bytes) {
-  const int sums = 6 * num_warps * (kSlice + 1);
+  const int sums = 6 * num_warps * (2 * kSlice + 1);
   const int floats = num_warps * rows * dim_v > sums ? num_warps * rows * dim_v : sums;
   return floats > kv_bytes / 4 ? floats : kv_bytes / 4;
 }

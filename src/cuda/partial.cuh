@@ -11,9 +11,13 @@ namespace kvonce::cuda {
 
 /// What an instance of a kernel knows when it is compiled. Plain decode: one query token, up to kPlainRows query heads per KV
 /// head, no kv_starts, window or sinks, output rows of type Out at multiples of 8 bytes, head_dim_v a multiple of 64.
-template <int kWarpsOfBlock, bool kIsPlain = false, typename OutType = void>
+/// kSlicesOfJoin: slices that are joined at once, 1 or 2. kWarpsThatAttend: the first ones of the block's, the others only join.
+template <int kWarpsOfBlock, bool kIsPlain = false, typename OutType = void, int kSlicesOfJoin = 1,
+          int kWarpsThatAttend = kWarpsOfBlock>
 struct Known {
   static constexpr int kWarps = kWarpsOfBlock;
+  static constexpr int kAttending = kWarpsThatAttend;
+  static constexpr int kJoinedSlices = kSlicesOfJoin;
   static constexpr int kThreads = kWarps * 32;
   static constexpr bool kPlain = kIsPlain;
   using Out = OutType;

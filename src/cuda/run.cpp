@@ -172,6 +172,7 @@ AttendParams make_params(const core::PlanData& data, const Inputs& in, const Out
   a.num_kv_heads = static_cast<std::int32_t>(p.num_kv_heads);
   a.head_dim_qk = static_cast<std::int32_t>(p.head_dim_qk);
   a.head_dim_v = static_cast<std::int32_t>(p.head_dim_v);
+  a.q_len_magic = divide_magic(a.q_len);
   a.rows = static_cast<std::int32_t>(data.rows_per_stream);
   a.window = static_cast<std::int32_t>(p.window);
   a.q_type = element_of(p.q_dtype);
@@ -259,8 +260,8 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
     const bool plain = plan.plain.has_value() && a.kv_starts == nullptr && a.vector_out;
     const MmaInstance& instance = plain ? *plan.plain : plan.instance;
     const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(instance) : mma_kernel_f16(instance);
-    const int shared_bytes = merge_shared_bytes(a.shape, instance.warps, plain ? kPlainRows : a.shape.rows_per_block,
-                                                a.head_dim_v, instance.kv_bytes);
+    const int shared_bytes = merge_shared_bytes(
+        a.shape, instance.warps, static_cast<int>(kMmaRows) * instance.row_tiles, a.head_dim_v, instance.kv_bytes);
     launch(data, kernel, instance.warps, shared_bytes, a, stream);
   } else {
     apply(plan.generic, p, a);

@@ -62,10 +62,12 @@ __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) 
   }
   // A short range takes fewer blocks; a cluster always takes all of its own.
   w.num_splits = p.shape.num_splits;
-  int share = divide(tiles, p.shape.num_splits, p.shape.splits_magic);
+  const int share = divide(tiles, p.shape.num_splits, p.shape.splits_magic);
   if (share < kMinTiles && kJoin != kJoinCluster) {
-    w.num_splits = max(1, (tiles + kMinTiles - 1) / kMinTiles);  // kMinTiles or fewer each
-    share = tiles / w.num_splits;
+    w.num_splits = max(1, (tiles + kMinTiles - 1) / kMinTiles);
+    w.tile_begin = min(tiles, w.split * kMinTiles);
+    w.tile_end = min(tiles, w.tile_begin + kMinTiles);
+    return;
   }
   const int rest = tiles - share * w.num_splits;
   w.tile_begin = w.split * share + min(w.split, rest);
@@ -119,7 +121,8 @@ __device__ __forceinline__ RowPlace place_of(const AttendParams& p, const BlockW
   if constexpr (kPlain) return {w.kv_head * p.group_size + row, 0};
   row += w.row_begin;
   if (p.q_len == 1) return {w.kv_head * p.group_size + row, 0};
-  return {w.kv_head * p.group_size + row / p.q_len, row % p.q_len};
+  const int head = divide(row, p.q_len, p.q_len_magic);
+  return {w.kv_head * p.group_size + head, row - head * p.q_len};
 }
 
 /// The tokens that a row sees.
@@ -128,7 +131,8 @@ struct RowRange {
   int end;
 };
 __device__ __forceinline__ RowRange range_of(const AttendParams& p, const BlockWork& w, int row) {
-  const int query = p.q_len == 1 ? 0 : (w.row_begin + row) % p.q_len;
+  const int stream_row = w.row_begin + row;
+  const int query = p.q_len == 1 ? 0 : stream_row - divide(stream_row, p.q_len, p.q_len_magic) * p.q_len;
   const auto range = shared::visible_range(query, p.q_len, w.kv_len, w.kv_start, p.causal, p.window);
   return {static_cast<int>(range.begin), static_cast<int>(range.end)};
 }

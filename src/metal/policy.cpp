@@ -180,6 +180,9 @@ void require_asked(const Policy& asked, const Capabilities& gpu) {
     field("policy.row_tile", tile, tile == 0 || tile == 1 || tile == 2 || tile == 4 || tile == 8 || tile == 16,
           "0 (choose), 1, 2, 4, 8 or 16");
   }
+  field("policy.chunk_tokens", asked.chunk_tokens,
+        asked.chunk_tokens == 0 || asked.body != static_cast<std::int64_t>(Body::per_head),
+        "0 for the per_head body, whose chunks take every num_chunks-th token");
   field("policy.rows_per_worker", asked.rows_per_worker, asked.rows_per_worker >= 0 && asked.rows_per_worker <= 256,
         "0 (choose) to 256");
   field("policy.chunk_tokens", asked.chunk_tokens, asked.chunk_tokens >= 0 && asked.chunk_tokens <= (1LL << 30),

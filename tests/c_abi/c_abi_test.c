@@ -206,12 +206,49 @@ static void test_plan_arguments(void) {
   CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "mask_dtype");
   problem.mask_dtype = 3;
   CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "mask_dtype");
+  problem = make_problem(4);
+  problem.scales_dtype = KVONCE_DTYPE_F16; /* without an MLX format */
+  CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, NULL, &plan), KVONCE_INVALID_ARGUMENT, "scales_dtype");
 
   problem = make_problem(4);
   CHECK_OK(kvonce_options_init(&options, sizeof options));
   options.policy = "no_such_key=1";
   CHECK_REFUSED(kvonce_plan_create(&problem, NULL, 0, &options, &plan), KVONCE_INVALID_ARGUMENT, "no_such_key");
   CHECK(plan == NULL);
+}
+
+/* V is 2 * code - 1; a scale and a bias take turns in one array. */
+static void test_affine(void) {
+  static unsigned char codes[sizeof v / sizeof v[0]];
+  static float sides[2 * sizeof v / sizeof v[0] / kHeadDim];
+  kvonce_problem problem = make_problem(1);
+  kvonce_inputs inputs = make_inputs(1);
+  kvonce_outputs outputs = make_outputs(1);
+  kvonce_plan* plan = NULL;
+  size_t workspace_bytes = 0;
+  void* workspace;
+  int i;
+  for (i = 0; i < (int)sizeof codes; ++i) codes[i] = (unsigned char)v[i];
+  for (i = 0; i < (int)(sizeof sides / sizeof sides[0]); ++i) sides[i] = i % 2 == 0 ? 2.0F : -1.0F;
+  problem.v_format = KVONCE_KV_MLX_INT8;
+  problem.quant_group = 64;
+  CHECK_OK(kvonce_plan_create(&problem, NULL, 0, NULL, &plan));
+  CHECK_OK(kvonce_plan_workspace_bytes(plan, &workspace_bytes));
+  workspace = allocate(workspace_bytes);
+  inputs.v.data = codes;
+  inputs.v_scales = sides;
+  CHECK_REFUSED(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, NULL), KVONCE_INVALID_ARGUMENT,
+                "v_biases");
+  inputs.v_biases = sides + 1;
+  inputs.v_scales_token_stride = inputs.v_biases_token_stride = 2;
+  inputs.v_scales_head_stride = inputs.v_biases_head_stride = (int64_t)2 * kKvLen;
+  inputs.v_scales_seq_stride = inputs.v_biases_seq_stride = (int64_t)2 * kKvLen * kKvHeads;
+  CHECK_OK(kvonce_attend(plan, &inputs, &outputs, workspace, workspace_bytes, NULL));
+  for (i = 0; i < kSeqs * kKvHeads * kQLen * kHeadDim; ++i) {
+    CHECK(fabsf(out[i] - (2.0F * value_of(0, i / kHeadDim / kQLen) - 1.0F)) < 1e-5F); /* value_of counts streams */
+  }
+  free(workspace);
+  kvonce_plan_destroy(plan);
 }
 
 static void test_plan_queries(void) {
@@ -440,6 +477,7 @@ static const struct {
   void (*run)(void);
 } cases[] = {{"groups", test_groups},
              {"plan_arguments", test_plan_arguments},
+             {"affine", test_affine},
              {"plan_queries", test_plan_queries},
              {"attend_arguments", test_attend_arguments},
              {"struct_versions", test_struct_versions},

@@ -358,12 +358,7 @@ TEST(PlanTest, WhatTheBackendDoesNotServeIsRefusedWithAnAlternative) {
     expect_error([&] { make_plan(p, device()); }, ErrorCode::Unsupported, {name, "; "});
   };
   unsupported([](Problem& p) { p.k_format = KvFormat::f8_e4m3; }, "k_format");
-  unsupported(
-      [](Problem& p) {
-        p.v_format = KvFormat::mlx_int4;
-        p.quant_group = 32;
-      },
-      "v_format");
+  unsupported([](Problem& p) { p.v_format = KvFormat::f8_e4m3; }, "v_format");
   unsupported([](Problem& p) { p.has_segments = true; }, "segments");
   unsupported(
       [](Problem& p) {

@@ -122,6 +122,7 @@ TEST(ValidateAffineTest, KvBytesCountScalesAndBiases) {
   Problem p = affine_problem(KvFormat::mlx_int8);
   p.scales_dtype = DType::f16;
   EXPECT_EQ(make_plan(p, device).max_kv_bytes(), 2 * 100 * 2 * (128 + 2 * 2 * 2));
+  EXPECT_NE(make_plan(p, device).explain().find("scales and biases f16 per 64 values"), std::string::npos);
   p.scales_dtype = DType::f32;
   p.v_format = KvFormat::mlx_int4;
   EXPECT_EQ(make_plan(p, device).max_kv_bytes(), 2 * 100 * (128 + 64 + 2 * 2 * 2 * 4));

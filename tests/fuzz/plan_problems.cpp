@@ -113,6 +113,7 @@ void spoil(Choices& choices, Problem& p) {
     case 13:
       p.k_format = p.v_format = static_cast<KvFormat>(choices.below(8));
       p.quant_group = choices.pick(std::vector<std::int64_t>{0, 32, 64, 128});
+      p.scales_dtype = static_cast<DType>(choices.below(4));
       break;
     case 14:
       p.layout = choices.below(2) == 0 ? KvLayout::paged_nhd : KvLayout::paged_hnd;
@@ -252,12 +253,12 @@ std::string Trial::describe() const {
        << " dims=" << p.head_dim_qk << 'x' << p.head_dim_v << " max_kv_len=" << p.max_kv_len
        << " q_dtype=" << static_cast<int>(p.q_dtype) << " out_dtype=" << static_cast<int>(p.out_dtype)
        << " formats=" << static_cast<int>(p.k_format) << '/' << static_cast<int>(p.v_format)
-       << " quant_group=" << p.quant_group << " layout=" << static_cast<int>(p.layout) << " page_size=" << p.page_size
-       << " window=" << p.window << " mask=" << static_cast<int>(p.mask) << " softcap=" << p.softcap
-       << " target=" << device.target << " sms=" << device.num_sms << " threads=" << device.num_threads
-       << " threadgroup=" << device.threadgroup_bytes << '/' << device.max_threadgroup_threads
-       << " l1_bytes=" << device.l1_bytes << " chunk_tokens=" << options.chunk_tokens
-       << " policy=" << to_string(options.policy);
+       << " quant_group=" << p.quant_group << " scales_dtype=" << static_cast<int>(p.scales_dtype)
+       << " layout=" << static_cast<int>(p.layout) << " page_size=" << p.page_size << " window=" << p.window
+       << " mask=" << static_cast<int>(p.mask) << " softcap=" << p.softcap << " target=" << device.target
+       << " sms=" << device.num_sms << " threads=" << device.num_threads << " threadgroup=" << device.threadgroup_bytes
+       << '/' << device.max_threadgroup_threads << " l1_bytes=" << device.l1_bytes
+       << " chunk_tokens=" << options.chunk_tokens << " policy=" << to_string(options.policy);
   return text.str();
 }
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "conformance/generator.hpp"
+#include "generator.hpp"
 #include "kvonce/kvonce.hpp"
 #include "metal/metal_plan.hpp"
 #include "metal/params.h"
@@ -104,14 +104,25 @@ TEST(MetalPolicyTest, NoLaunchExceedsTheLimitsOfTheGpu) {
 }
 
 TEST(MetalPolicyTest, KvIsReadOnceUpTo32Rows) {
-  for (const std::int64_t head_dim : {64, 80, 96, 128, 192}) {
-    for (std::int64_t rows = 1; rows <= 32; ++rows) {
-      EXPECT_EQ(make_plan(problem(4 * rows, 4, head_dim, 8192), metal_device("apple7")).read_factor(), 1)
-          << "head_dim " << head_dim << ", " << rows << " rows";
+  struct Dims {
+    std::int64_t qk, v, most_rows;
+  };
+  // A threadgroup of 256 threads holds 16 rows of 256 dims.
+  constexpr Dims kDims[] = {{64, 64, 32},   {80, 80, 32},   {96, 96, 32},  {128, 128, 32},
+                            {192, 192, 32}, {192, 128, 32}, {256, 256, 16}};
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    for (const Dims& dims : kDims) {
+      for (std::int64_t rows = 1; rows <= dims.most_rows; ++rows) {
+        Problem p = problem(4 * rows, 4, dims.qk, 8192);
+        p.head_dim_v = dims.v;
+        p.q_dtype = dtype;
+        p.k_format = p.v_format = static_cast<KvFormat>(dtype);
+        EXPECT_EQ(make_plan(p, metal_device("apple7")).read_factor(), 1) << dims.qk << "x" << dims.v << ", " << rows;
+      }
     }
   }
   EXPECT_EQ(make_plan(problem(32, 8, 128, 8192, 8), metal_device("apple7")).read_factor(), 1);
-  // A threadgroup of 256 threads holds 16 rows of 256 dims; where more threads are known to be allowed, 32.
+  // Where more threads are known to be allowed, 32.
   Device gpu = metal_device("apple9");
   EXPECT_EQ(make_plan(problem(32, 1, 256, 8192), gpu).read_factor(), 2);
   gpu.max_threadgroup_threads = 1024;
@@ -260,6 +271,7 @@ TEST(MetalPolicyTest, RefusalsNameTheArgument) {
            {"body=2,row_tile=4", "policy.row_tile: got 4, allowed: 0 (choose) or 8 for the matrix body"},
            {"simdgroups=9",
             "policy.simdgroups: got 9, allowed: 0 (choose) to 8: a threadgroup has at most 256 threads"},
+           {"body=3,chunk_tokens=64", "policy.chunk_tokens: got 64, allowed: 0 for the per_head body"},
            {"simdgroups=3", "policy.simdgroups: got 3"},
            {"step_tokens=5", "policy.step_tokens: got 5"},
            {"prefetch_lines=1", "policy.prefetch_lines: got 1, allowed: 0 on the metal backend"},

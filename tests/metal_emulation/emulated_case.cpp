@@ -1,12 +1,10 @@
 #include "emulated_case.hpp"
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "core/reference.hpp"
 #include "guarded_buffer.hpp"
-#include "lanes.hpp"
 
 namespace kvonce::emulation {
 
@@ -14,7 +12,6 @@ using conformance::CaseResult;
 using conformance::CaseSpec;
 using conformance::CaseTensors;
 using conformance::GuardedBuffer;
-using conformance::Random;
 
 Body BodyDevice::of(const Device& device) {
   for (const Body body : {Body::vector, Body::matrix, Body::per_head}) {
@@ -29,51 +26,6 @@ Device BodyDevice::device(Body body) {
   return device;
 }
 
-Choice random_choice(const Problem& p, std::int64_t longest, std::int64_t chunk_tokens, Body body,
-                     std::int64_t row_tile, Random& random) {
-  Choice choice;
-  choice.body = body;
-  choice.row_tile = row_tile;
-  choice.order_seed = random.next();
-  choice.merge_simdgroups = random.pick(std::vector<std::int64_t>{1, 2, 4, 8});
-  choice.num_chunks = random.pick(std::vector<std::int64_t>{1, 1, 2, 3, 5, 8, 13});
-  if (body == Body::per_head) {
-    choice.row_tiles = std::min<std::int64_t>(random.pick(std::vector<std::int64_t>{1, p.group_size(), 32}), 32);
-    return choice;
-  }
-  if (chunk_tokens > 0) {
-    // No more than 64 chunks: every row has a partial in each.
-    choice.chunk_tokens = std::max(chunk_tokens, (longest + 63) / 64);
-    choice.num_chunks = std::max<std::int64_t>(1, (longest + choice.chunk_tokens - 1) / choice.chunk_tokens);
-  }
-  if (random.below(2) == 0) {
-    choice.row_tiles = random.pick(std::vector<std::int64_t>{1, 2, 4, 16});
-    const int element_bytes = p.q_dtype == DType::f32 ? 4 : 2;
-    const int floats =
-        kvonce_metal::shared_floats(body == Body::matrix, static_cast<int>(row_tile), static_cast<int>(p.head_dim_qk),
-                                    static_cast<int>(p.dim_v()), element_bytes, static_cast<int>(choice.row_tiles), 1);
-    if (floats * 4 > kvonce_metal::kMaxSharedBytes) choice.row_tiles = 1;
-  } else {
-    choice.token_parts = random.pick(std::vector<std::int64_t>{1, 2, 3, 4, 8, 16});
-    choice.token_parts = std::min(choice.token_parts, kvonce_metal::kJoinFloats / p.dim_v());
-  }
-  return choice;
-}
-
-Choice choose(const CaseSpec& spec, Body body) {
-  const Problem& p = spec.problem;
-  Random random(spec.seed + 77 * static_cast<std::uint64_t>(body));
-  std::vector<std::int64_t> row_tiles;
-  for (const AttendKernel& kernel : attend_kernels()) {
-    if (kernel.body == body && kernel.dtype == p.q_dtype && kernel.head_dim_qk == p.head_dim_qk &&
-        kernel.head_dim_v == p.dim_v()) {
-      row_tiles.push_back(kernel.row_tile);
-    }
-  }
-  if (row_tiles.empty()) throw Error(ErrorCode::Unsupported, "no such instance is compiled");
-  return random_choice(p, p.max_kv_len, spec.options.chunk_tokens, body, random.pick(row_tiles), random);
-}
-
 std::string run_emulated(const CaseSpec& spec, CaseTensors& tensors, const Choice& choice) {
   const Problem& p = spec.problem;
   tensors.reset_outputs();
@@ -84,8 +36,11 @@ std::string run_emulated(const CaseSpec& spec, CaseTensors& tensors, const Choic
   GuardedBuffer lse(static_cast<std::size_t>(launch.num_rows) * 4, GuardedBuffer::Place::kFlushEnd);
   out.fill_byte(0xff);
   lse.fill_byte(0xff);
-  const std::string stray =
-      run_launch(launch, tensors.inputs(), choice.order_seed, out.data(), reinterpret_cast<float*>(lse.data()));
+  std::vector<Region> regions;
+  for (const GuardedBuffer* buffer : tensors.input_buffers())
+    regions.push_back({buffer->mapped(), buffer->mapped_bytes()});
+  const std::string stray = run_launch(launch, tensors.inputs(), choice.order_seed, out.data(),
+                                       reinterpret_cast<float*>(lse.data()), nullptr, regions);
   if (!stray.empty()) return stray;
   if (!out.margins_are(0xff) || !lse.margins_are(0xff)) return "bytes before out or lse were written";
   const Outputs& to = tensors.outputs();
@@ -110,7 +65,7 @@ namespace {
 template <typename Judge>
 CaseResult run_and_judge(const CaseSpec& spec, const Choice& choice, Judge judge) {
   CaseResult result;
-  result.name = spec.name + " on " + choice.name();
+  result.name = spec.name;
   result.status = CaseResult::failed;
   result.kernel_id = to_string(choice.body);
   CaseTensors tensors(spec);

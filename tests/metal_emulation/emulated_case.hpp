@@ -4,10 +4,10 @@
 #include <string>
 
 #include "case_tensors.hpp"
+#include "cases.hpp"
 #include "conformance.hpp"
-#include "generator.hpp"
-#include "launch.hpp"
 #include "run_case.hpp"
+#include "run_launch.hpp"
 
 namespace kvonce::emulation {
 
@@ -16,13 +16,6 @@ struct BodyDevice {
   static Body of(const Device& device);
   static Device device(Body body);
 };
-
-/// Some choice that the limits allow, for a case with this seed. chunk_tokens: the case's, or 0 for even shares.
-Choice random_choice(const Problem& problem, std::int64_t longest, std::int64_t chunk_tokens, Body body,
-                     std::int64_t row_tile, conformance::Random& random);
-
-/// A choice by the case's seed, with a row tile that is compiled. Throws Error{Unsupported} when none is.
-Choice choose(const conformance::CaseSpec& spec, Body body);
 
 /// Resets the outputs, runs and copies the packed results into the case's out and lse. Returns what was written outside its
 /// place, or an empty string.

@@ -1,9 +1,5 @@
 // The sampled grid of tools/conformance on the emulated bodies, and its exact-answer suite.
-#include "grid.hpp"
-
 #include <gtest/gtest.h>
-
-#include <algorithm>
 
 #include "emulated_case.hpp"
 
@@ -11,48 +7,11 @@ namespace kvonce::emulation {
 namespace {
 
 using conformance::CaseResult;
-using conformance::CaseSpec;
-using conformance::Random;
 
-// The grid's case in the types and dims of a kernel.
-CaseSpec fit(const CaseSpec& from, const AttendKernel& kernel) {
-  CaseSpec spec = from;
-  Problem& p = spec.problem;
-  p.q_dtype = kernel.dtype;
-  p.out_dtype = kernel.dtype;
-  p.k_format = static_cast<KvFormat>(kernel.dtype);
-  p.v_format = p.k_format;
-  p.head_dim_qk = kernel.head_dim_qk;
-  p.head_dim_v = kernel.head_dim_v;
-  p.v_is_k_prefix = p.v_is_k_prefix && kernel.head_dim_v < kernel.head_dim_qk;
-  if (spec.seed % 2 == 0) spec = with_score_rules(spec);
-  if (spec.problem.mask == MaskKind::tree || spec.problem.has_mask_slopes) spec.problem.mask = MaskKind::boolean;
-  spec.problem.has_mask_slopes = false;
-  if (spec.problem.mask == MaskKind::additive && spec.problem.mask_dtype != DType::f32) {
-    spec.problem.mask_dtype = kernel.dtype;
-  }
-  if (spec.problem.mask != MaskKind::additive) spec.problem.mask_dtype = DType::f32;
-  if (spec.problem.mask == MaskKind::boolean && from.problem.mask != MaskKind::boolean) spec.mask_value = {};
-  return spec;
-}
-
-TEST(MetalGridTest, EveryKernelAgreesWithTheOracle) {
-  constexpr std::size_t kCasesPerKernel = 5;
-  const auto kernels = attend_kernels();
-  std::vector<CaseSpec> cases;
-  for (std::uint64_t seed = 7; cases.size() < kernels.size() * kCasesPerKernel; ++seed) {
-    const auto more = conformance::grid_cases({seed, kernels.size() * kCasesPerKernel - cases.size(), 6e5});
-    ASSERT_FALSE(more.empty());
-    cases.insert(cases.end(), more.begin(), more.end());
-  }
-  for (std::size_t i = 0; i < cases.size(); ++i) {
-    const AttendKernel& kernel = kernels[i % kernels.size()];
-    const CaseSpec spec = fit(cases[i], kernel);
-    if (!conformance::is_wanted(spec.name)) continue;
-    Random random(spec.seed);
-    const Choice choice = random_choice(spec.problem, spec.problem.max_kv_len, spec.options.chunk_tokens, kernel.body,
-                                        kernel.row_tile, random);
-    const CaseResult result = check_emulated(spec, choice);
+TEST(MetalGridTest, EveryInstanceAgreesWithTheOracle) {
+  for (const GridCase& one : grid_cases(5, 6e5)) {
+    if (!conformance::is_wanted(one.spec.name)) continue;
+    const CaseResult result = check_emulated(one.spec, one.choice);
     EXPECT_EQ(result.status, CaseResult::passed) << result.name << ": " << result.detail;
   }
 }

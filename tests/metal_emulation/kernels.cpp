@@ -60,15 +60,26 @@ constexpr DType kDType<half> = DType::f16;
 template <>
 constexpr DType kDType<bfloat> = DType::bf16;
 
+struct AttendKernel {
+  Instance instance;
+  RunAttend run;
+};
+
 constexpr AttendKernel kAttend[] = {
-#define KVONCE_METAL_VECTOR(T, qk, v, rows) {Body::vector, kDType<T>, qk, v, rows, run_vector<T, qk, v, rows>},
-#define KVONCE_METAL_OTHER(T, qk, v)                                 \
-  {Body::matrix, kDType<T>, qk, v, 8, run_matrix<T, qk, v>},         \
-      {Body::per_head, kDType<T>, qk, v, 1, run_per_head<T, qk, v>}, \
-      {Body::vector, kDType<T>, qk, v, 8, run_vector<T, qk, v, 8>},
+#define KVONCE_METAL_VECTOR(T, qk, v, rows) {{Body::vector, kDType<T>, qk, v, rows}, run_vector<T, qk, v, rows>},
+#define KVONCE_METAL_OTHER(T, qk, v)                                   \
+  {{Body::matrix, kDType<T>, qk, v, 8}, run_matrix<T, qk, v>},         \
+      {{Body::per_head, kDType<T>, qk, v, 1}, run_per_head<T, qk, v>}, \
+      {{Body::vector, kDType<T>, qk, v, 8}, run_vector<T, qk, v, 8>},
 #define KVONCE_METAL_DIMS(qk, v) \
-  KVONCE_METAL_OTHER(half, qk, v){Body::vector, kDType<half>, qk, v, 4, run_vector<half, qk, v, 4>},
+  KVONCE_METAL_OTHER(half, qk, v){{Body::vector, kDType<half>, qk, v, 4}, run_vector<half, qk, v, 4>},
 #include "instances.def"
+};
+
+struct MergeKernel {
+  DType dtype;
+  int head_dim_v;
+  RunMerge run;
 };
 
 constexpr MergeKernel kMerge[] = {
@@ -79,28 +90,16 @@ constexpr MergeKernel kMerge[] = {
 
 }  // namespace
 
-const char* to_string(Body body) {
-  return body == Body::vector ? "vector" : body == Body::matrix ? "matrix" : "per_head";
-}
-
-std::span<const AttendKernel> attend_kernels() { return kAttend; }
-
-const AttendKernel& attend_kernel(Body body, DType dtype, std::int64_t head_dim_qk, std::int64_t head_dim_v,
-                                  std::int64_t row_tile) {
+RunAttend attend_kernel(const Instance& instance) {
   for (const AttendKernel& kernel : kAttend) {
-    if (kernel.body == body && kernel.dtype == dtype && kernel.head_dim_qk == head_dim_qk &&
-        kernel.head_dim_v == head_dim_v && kernel.row_tile == row_tile) {
-      return kernel;
-    }
+    if (kernel.instance == instance) return kernel.run;
   }
-  throw Error(ErrorCode::Unsupported, "instances.def has no such instance of the " + std::string(to_string(body)) +
-                                          " body: d" + std::to_string(head_dim_qk) + "x" + std::to_string(head_dim_v) +
-                                          " rows " + std::to_string(row_tile));
+  throw Error(ErrorCode::Unsupported, "instances.def has no " + instance.name());
 }
 
-const MergeKernel& merge_kernel(DType dtype, std::int64_t head_dim_v) {
+RunMerge merge_kernel(DType dtype, int head_dim_v) {
   for (const MergeKernel& kernel : kMerge) {
-    if (kernel.dtype == dtype && kernel.head_dim_v == head_dim_v) return kernel;
+    if (kernel.dtype == dtype && kernel.head_dim_v == head_dim_v) return kernel.run;
   }
   throw Error(ErrorCode::Unsupported, "instances.def has no merge of d" + std::to_string(head_dim_v));
 }

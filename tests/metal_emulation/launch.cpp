@@ -2,18 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
-#include <vector>
 
-#include "guarded_buffer.hpp"
-#include "lanes.hpp"
 #include "shared/token_range.h"
 
 namespace kvonce::emulation {
 namespace {
-
-using conformance::GuardedBuffer;
 
 void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::InvalidArgument, message);
@@ -21,33 +14,31 @@ void require(bool holds, const std::string& message) {
 
 std::int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-GuardedBuffer nan_buffer(std::int64_t bytes) {
-  GuardedBuffer buffer(static_cast<std::size_t>(bytes), GuardedBuffer::Place::kFlushEnd);
-  buffer.fill_byte(0xff);
-  return buffer;
-}
-
-struct ThreadgroupRun {
-  const Launch* launch;
-  const AttendArgs* attend_args;  // or null: the merge's
-  const MergeArgs* merge_args;
-  float* shared;
-  ThreadPlace place;
+// The types' names in instances.def.
+constexpr DType half = DType::f16;
+constexpr DType bfloat = DType::bf16;
+#define float DType::f32
+constexpr Instance kInstances[] = {
+#define KVONCE_METAL_VECTOR(T, qk, v, rows) {Body::vector, T, qk, v, rows},
+#define KVONCE_METAL_OTHER(T, qk, v) \
+  {Body::matrix, T, qk, v, 8}, {Body::per_head, T, qk, v, 1}, {Body::vector, T, qk, v, 8},
+#define KVONCE_METAL_DIMS(qk, v) KVONCE_METAL_OTHER(half, qk, v){Body::vector, half, qk, v, 4},
+#include "instances.def"
 };
-
-void run_thread(void* context, int simdgroup, int lane) {
-  const auto& run = *static_cast<const ThreadgroupRun*>(context);
-  ThreadPlace place = run.place;
-  place.simdgroup = simdgroup;
-  place.lane = lane;
-  if (run.attend_args != nullptr) {
-    run.launch->attend->run(*run.attend_args, run.shared, place);
-  } else {
-    run.launch->merge->run(*run.merge_args, run.shared, place);
-  }
-}
+#undef float
 
 }  // namespace
+
+const char* to_string(Body body) {
+  return body == Body::vector ? "vector" : body == Body::matrix ? "matrix" : "per_head";
+}
+
+std::string Instance::name() const {
+  return std::string(to_string(body)) + "_" + std::string(kvonce::to_string(dtype)) + "_d" +
+         std::to_string(head_dim_qk) + "x" + std::to_string(head_dim_v) + "_r" + std::to_string(row_tile);
+}
+
+std::span<const Instance> instances() { return kInstances; }
 
 std::string Choice::name() const {
   return std::string(to_string(body)) + " rows=" + std::to_string(row_tile) + "x" + std::to_string(row_tiles) +
@@ -81,8 +72,8 @@ Launch make_launch(const Problem& p, const Inputs& inputs, const Choice& choice)
   const bool per_head = choice.body == Body::per_head;
   const bool matrix = choice.body == Body::matrix;
   Launch launch{};
-  launch.attend = &attend_kernel(choice.body, p.q_dtype, p.head_dim_qk, p.dim_v(), choice.row_tile);
-  launch.merge = &merge_kernel(p.out_dtype, p.dim_v());
+  launch.instance = {choice.body, p.q_dtype, static_cast<int>(p.head_dim_qk), static_cast<int>(p.dim_v()),
+                     static_cast<int>(choice.row_tile)};
   if (!per_head) {
     require(choice.row_tiles <= kvonce_metal::kMaxRowTiles && choice.token_parts <= kvonce_metal::kMaxTokenParts &&
                 (choice.token_parts == 1 || choice.token_parts * p.dim_v() <= kvonce_metal::kJoinFloats),
@@ -139,58 +130,6 @@ Launch make_launch(const Problem& p, const Inputs& inputs, const Choice& choice)
       kvonce_metal::merge_shared_floats(static_cast<int>(choice.merge_simdgroups), static_cast<int>(p.dim_v()));
   launch.read_factor = per_head ? rows : row_blocks;
   return launch;
-}
-
-std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t order_seed, void* out, float* lse) {
-  const std::int64_t num_chunks = launch.params[kvonce_metal::kNumChunks];
-  const std::int64_t dim_v = launch.attend->head_dim_v;
-  GuardedBuffer partial_o = nan_buffer(launch.num_rows * num_chunks * dim_v * 4);
-  GuardedBuffer partial_sums = nan_buffer(launch.num_rows * num_chunks * 8);
-  GuardedBuffer shared = nan_buffer(launch.shared_floats * 4);
-  GuardedBuffer merge_shared = nan_buffer(launch.merge_shared_floats * 4);
-  const AttendArgs attend_args{inputs.q.data,
-                               inputs.k.data,
-                               inputs.v.data,
-                               inputs.kv_lens,
-                               inputs.kv_starts,
-                               static_cast<const unsigned char*>(inputs.mask),
-                               inputs.alibi_slopes,
-                               launch.params.data(),
-                               launch.scalars.data(),
-                               launch.q_strides.data(),
-                               launch.k_strides.data(),
-                               launch.v_strides.data(),
-                               launch.mask_strides.data(),
-                               reinterpret_cast<float*>(partial_o.data()),
-                               reinterpret_cast<float*>(partial_sums.data())};
-  ThreadgroupRun run{&launch, &attend_args, nullptr, reinterpret_cast<float*>(shared.data()), {}};
-  for (std::int64_t z = 0; z < launch.grid_z; ++z) {
-    for (std::int64_t y = 0; y < launch.grid_y; ++y) {
-      for (std::int64_t x = 0; x < launch.grid_x; ++x) {
-        shared.fill_byte(0xff);
-        run.place = {static_cast<int>(x), static_cast<int>(y), static_cast<int>(z), 0, 0};
-        run_threadgroup(static_cast<int>(launch.num_simdgroups), order_seed++, run_thread, &run);
-      }
-    }
-  }
-  // Every partial has been written: no NaN of 0xff bytes is left.
-  for (std::int64_t i = 0; i < launch.num_rows * num_chunks * 2; ++i) {
-    std::uint32_t bits = 0;
-    std::memcpy(&bits, attend_args.partial_sums + i, 4);
-    if (bits == 0xffffffffU) return "partial " + std::to_string(i / 2) + " was not written";
-  }
-  const MergeArgs merge_args{
-      attend_args.partial_o, attend_args.partial_sums, inputs.sinks, launch.params.data(), out, lse};
-  run = {&launch, nullptr, &merge_args, reinterpret_cast<float*>(merge_shared.data()), {}};
-  for (std::int64_t row = 0; row < launch.num_rows; ++row) {
-    merge_shared.fill_byte(0xff);
-    run.place = {static_cast<int>(row), 0, 0, 0, 0};
-    run_threadgroup(static_cast<int>(launch.merge_simdgroups), order_seed++, run_thread, &run);
-  }
-  for (const GuardedBuffer* buffer : {&partial_o, &partial_sums, &shared, &merge_shared}) {
-    if (!buffer->margins_are(0xff)) return "bytes before a scratch buffer were written";
-  }
-  return {};
 }
 
 }  // namespace kvonce::emulation

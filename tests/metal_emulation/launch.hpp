@@ -1,15 +1,67 @@
-// What a launcher does: parameters from the problem, grid, threadgroup memory, partials, merge.
+// What a launcher does before anything runs: parameters from the problem, grid, threadgroup memory. Memory and execution are
+// run_launch.hpp's on the host and on_cuda.cu's on a GPU.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 
-#include "kernels.hpp"
 #include "kvonce/attend.hpp"
 #include "metal/params.h"
 
 namespace kvonce::emulation {
+
+enum class Body : std::uint8_t { vector, matrix, per_head };
+const char* to_string(Body body);
+
+/// What of the bodies is compiled together: the template axes.
+struct Instance {
+  Body body;
+  DType dtype;
+  int head_dim_qk;
+  int head_dim_v;
+  int row_tile;
+
+  [[nodiscard]] bool operator==(const Instance&) const = default;
+  [[nodiscard]] std::string name() const;
+};
+
+/// Those of instances.def.
+std::span<const Instance> instances();
+
+/// The buffers of attend_*, in the order of src/metal/params.h, with the strides that MLX adds.
+struct AttendArgs {
+  const void* q;
+  const void* k;
+  const void* v;
+  const std::int32_t* kv_lens;
+  const std::int32_t* kv_starts;
+  const unsigned char* mask;
+  const float* alibi_slopes;
+  const std::int64_t* params;
+  const float* scalars;
+  const std::int64_t* q_strides;
+  const std::int64_t* k_strides;
+  const std::int64_t* v_strides;
+  const std::int64_t* mask_strides;
+  float* partial_o;
+  float* partial_sums;
+};
+
+struct MergeArgs {
+  const float* partial_o;
+  const float* partial_sums;
+  const float* sinks;
+  const std::int64_t* params;
+  void* out;
+  float* lse;
+};
+
+/// A thread's place: threadgroup in the grid, simdgroup in the threadgroup, lane.
+struct ThreadPlace {
+  int x, y, z, simdgroup, lane;
+};
 
 /// What a policy decides.
 struct Choice {
@@ -30,8 +82,7 @@ using Strides = std::array<std::int64_t, 4>;
 
 /// The launch of a problem: everything but memory.
 struct Launch {
-  const AttendKernel* attend;
-  const MergeKernel* merge;
+  Instance instance;
   std::array<std::int64_t, kvonce_metal::kNumParams> params;
   std::array<float, kvonce_metal::kNumScalars> scalars;
   Strides q_strides, k_strides, v_strides, mask_strides;
@@ -42,18 +93,15 @@ struct Launch {
   std::int64_t merge_simdgroups;
   std::int64_t merge_shared_floats;
   std::int64_t read_factor;
+
+  [[nodiscard]] std::int64_t num_chunks() const { return params[kvonce_metal::kNumChunks]; }
 };
 
 /// Empty, or why the Metal bodies do not serve the problem.
 std::string why_not_served(const Problem& problem);
 
-/// Throws Error{InvalidArgument} where the choice breaks a limit of params.h, Error{Unsupported} where no instance is compiled.
-/// `dim_stride` of K and V may be set in the result's strides.
+/// Throws Error{InvalidArgument} where the choice breaks a limit of params.h, Error{Unsupported} for a problem that the bodies
+/// do not serve.
 Launch make_launch(const Problem& problem, const Inputs& inputs, const Choice& choice);
-
-/// Runs attend_* and merge_partials over the grid, threadgroup by threadgroup. out: [num_seqs, num_q_heads, q_len, head_dim_v]
-/// packed; lse: [num_seqs, num_q_heads, q_len]. Partials and threadgroup memory start as NaN and end at an unmapped page.
-/// Returns what was written outside its place, or an empty string.
-std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t order_seed, void* out, float* lse);
 
 }  // namespace kvonce::emulation

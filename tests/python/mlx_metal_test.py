@@ -210,6 +210,10 @@ class MlxMetalEmulationTest(unittest.TestCase):
                     arrays = qkv(2, 9, 3, 1, 150, 64, dtype=dtype)
                     self.assertEqual(self.compare(*arrays, asked=(("body", number),)), body)
 
+    def test_head_dims(self):
+        for dims in ((80, 80), (40, 24), (192, 128)):
+            self.compare(*qkv(1, 6, 2, 2, 90, *dims, dtype="float16"), mask="causal")
+
     def test_many_chunks(self):
         self.compare(*qkv(1, 16, 2, 1, 3000, 128, dtype="float16"), gpu=_metal_policy.Gpu(family=9, num_cores=40))
 

@@ -20,7 +20,7 @@ LoadCounter::LoadCounter(const void* begin, std::size_t bytes, std::size_t row_b
     : begin_(reinterpret_cast<std::uintptr_t>(begin)),
       bytes_(bytes),
       step_bytes_(row_bytes * step_rows),
-      current_step_(bytes / step_bytes_ + 1),
+      current_step_(step_bytes_ > 0 ? bytes / step_bytes_ + 1 : 0),
       fetches_(bytes / kPieceBytes, 0),
       last_visit_(bytes / kPieceBytes, 0) {
   watched().push_back(this);
@@ -32,7 +32,9 @@ void LoadCounter::on_load(std::uintptr_t address, std::size_t bytes) {
   if (address + bytes <= begin_ || address >= begin_ + bytes_) return;
   const std::uintptr_t first = std::max(address, begin_) - begin_;
   const std::uintptr_t last = std::min(address + bytes, begin_ + bytes_) - begin_;
-  if (first / step_bytes_ != current_step_) {
+  if (step_bytes_ == 0) {
+    ++visit_;
+  } else if (first / step_bytes_ != current_step_) {
     current_step_ = first / step_bytes_;
     ++visit_;
   }

@@ -8,7 +8,7 @@
 namespace kvonce::test {
 
 /// One watched buffer. Loads of a piece within one visit to its token step count once: later row tiles reread the step
-/// from the L1 cache. Coming back to a step after another step of the same buffer counts again.
+/// from the L1 cache. Coming back to a step after another step of the same buffer counts again. step_rows 0: every load counts.
 class LoadCounter {
  public:
   static constexpr std::size_t kPieceBytes = 2;  // the smallest element

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,8 +50,25 @@ constexpr Shape kMasked[] = {
 constexpr std::int64_t kCapacity = 400;
 constexpr std::int64_t kValid = 333;
 
+bool is_mlx(KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; }
+
 // Values per unit of a stride.
 std::int64_t unit_values(KvFormat format) { return format == KvFormat::q8_0 || format == KvFormat::q4_0 ? 32 : 1; }
+
+constexpr std::int64_t kQuantGroup = 32;
+
+// A tensor of both KV heads and how many bytes a token of one head has in it.
+struct Watched {
+  const char* name;
+  std::vector<std::uint8_t> bytes;
+  std::int64_t row_bytes;
+
+  Watched(const char* its_name, std::int64_t its_row_bytes)
+      : name(its_name),
+        bytes(static_cast<std::size_t>(2 * kCapacity * its_row_bytes), std::uint8_t{0}),
+        row_bytes(its_row_bytes) {}
+  [[nodiscard]] std::int64_t head_bytes() const { return kCapacity * row_bytes; }
+};
 
 void expect_read_factor(const Device& device, KvFormat format, const Shape& shape) {
   Problem problem;
@@ -61,6 +79,10 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   problem.max_kv_len = kCapacity;
   problem.k_format = format;
   problem.v_format = format;
+  if (is_mlx(format)) {
+    problem.quant_group = kQuantGroup;
+    problem.scales_dtype = DType::f16;
+  }
   problem.window = shape.window;
   // Causal rows of several blocks do not all see the newest tokens; with one block some row does.
   problem.causal = shape.expected_read_factor == 1;
@@ -80,10 +102,12 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   ASSERT_NE(plan.kernel_id().find("attend_" + device.target + "_"), std::string_view::npos);
   EXPECT_EQ(plan.read_factor(), shape.expected_read_factor);
 
-  const std::int64_t row_bytes = format_bytes(format, shape.head_dim);
-  const std::int64_t head_bytes = kCapacity * row_bytes;
-  std::vector<std::uint8_t> k(static_cast<std::size_t>(2 * head_bytes), 0);
-  std::vector<std::uint8_t> v(k.size(), 0);
+  std::vector<Watched> tensors = {{"K", format_bytes(format, shape.head_dim)},
+                                  {"V", format_bytes(format, shape.head_dim)}};
+  const std::int64_t groups = is_mlx(format) ? shape.head_dim / kQuantGroup : 0;
+  for (const char* name : {"K's scales", "K's biases", "V's scales", "V's biases"}) {
+    if (groups > 0) tensors.emplace_back(name, 2 * groups);
+  }
   std::vector<float> q(static_cast<std::size_t>(problem.num_q_heads * shape.q_len * shape.head_dim), 0.0F);
   std::vector<float> out(q.size(), std::numeric_limits<float>::quiet_NaN());
   std::vector<std::uint8_t> workspace(plan.workspace_bytes());
@@ -93,8 +117,12 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   const std::int64_t kv_row = shape.head_dim / unit_values(format);
   const std::int64_t kv_head = kCapacity * kv_row;
   inputs.q = {q.data(), problem.num_q_heads * q_head, q_head, shape.head_dim};
-  inputs.k = {k.data(), 2 * kv_head, kv_head, kv_row};
-  inputs.v = {v.data(), 2 * kv_head, kv_head, kv_row};
+  inputs.k = {tensors[0].bytes.data(), 2 * kv_head, kv_head, kv_row};
+  inputs.v = {tensors[1].bytes.data(), 2 * kv_head, kv_head, kv_row};
+  TensorView* sides[] = {&inputs.k_scales, &inputs.k_biases, &inputs.v_scales, &inputs.v_biases};
+  for (std::size_t i = 2; i < tensors.size(); ++i) {
+    *sides[i - 2] = {tensors[i].bytes.data(), 2 * kCapacity * groups, kCapacity * groups, groups};
+  }
   const std::int32_t kv_lens[] = {static_cast<std::int32_t>(kValid)};
   inputs.kv_lens = kv_lens;
   const std::int32_t kv_starts[] = {static_cast<std::int32_t>(shape.kv_start)};
@@ -114,25 +142,29 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   // Steps begin at the first key seen, not where the counter's do: bytes then count once, however often they are fetched.
   const auto step = static_cast<std::size_t>(partly_seen ? kCapacity : plan.policy().step_tokens);
   for (std::int64_t head = 0; head < 2; ++head) {
-    const auto bytes = static_cast<std::size_t>(head_bytes);
-    const test::LoadCounter of_k(k.data() + head * head_bytes, bytes, static_cast<std::size_t>(row_bytes), step);
-    const test::LoadCounter of_v(v.data() + head * head_bytes, bytes, static_cast<std::size_t>(row_bytes), step);
+    std::vector<std::unique_ptr<test::LoadCounter>> counters;
+    for (const Watched& tensor : tensors) {
+      counters.push_back(std::make_unique<test::LoadCounter>(tensor.bytes.data() + head * tensor.head_bytes(),
+                                                             static_cast<std::size_t>(tensor.head_bytes()),
+                                                             static_cast<std::size_t>(tensor.row_bytes), step));
+    }
     attend(plan, inputs, outputs, workspace.data(), workspace.size(), context);
     const std::int64_t oldest =
         shape.window > 0 ? kValid - shape.q_len - shape.window + 1 : 0;  // the oldest row's first key
     const std::int64_t first_seen = std::max(shape.kv_start, oldest);
-    const auto first_piece = static_cast<std::size_t>(first_seen * row_bytes) / test::LoadCounter::kPieceBytes;
-    const auto end_piece = static_cast<std::size_t>(kValid * row_bytes) / test::LoadCounter::kPieceBytes;
-    const auto pieces_of_a_row = static_cast<std::size_t>(row_bytes) / test::LoadCounter::kPieceBytes;
-    for (const auto* counter : {&of_k, &of_v}) {
-      for (std::size_t piece = 0; piece < counter->fetches().size(); ++piece) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto row_bytes = static_cast<std::size_t>(tensors[i].row_bytes);
+      const auto first_piece = static_cast<std::size_t>(first_seen) * row_bytes / test::LoadCounter::kPieceBytes;
+      const auto end_piece = static_cast<std::size_t>(kValid) * row_bytes / test::LoadCounter::kPieceBytes;
+      const auto pieces_of_a_row = row_bytes / test::LoadCounter::kPieceBytes;
+      const std::vector<int>& fetches = counters[i]->fetches();
+      for (std::size_t piece = 0; piece < fetches.size(); ++piece) {
         const auto token = static_cast<std::int64_t>(piece / pieces_of_a_row);
         const bool hidden = token >= shape.hidden_begin && token < shape.hidden_end;
         const bool seen = piece >= first_piece && piece < end_piece && !hidden;
         const std::int64_t expected = seen ? plan.read_factor() : 0;
-        ASSERT_EQ(counter->fetches()[piece], expected)
-            << (counter == &of_k ? "K" : "V") << " head " << head << " byte " << piece * 2 << " of token "
-            << piece * 2 / static_cast<std::size_t>(row_bytes);
+        ASSERT_EQ(fetches[piece], expected)
+            << tensors[i].name << " head " << head << " byte " << piece * 2 << " of token " << piece * 2 / row_bytes;
       }
     }
   }
@@ -148,9 +180,11 @@ class ReadFactorTest : public testing::TestWithParam<std::string> {
     }
     ASSERT_EQ(device.target, GetParam());
     if (!device.unavailable.empty()) GTEST_SKIP() << "not run here: " << device.unavailable;
-    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0, KvFormat::q4_0}) {
+    for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0, KvFormat::q4_0,
+                                  KvFormat::mlx_int8, KvFormat::mlx_int4}) {
+      const std::int64_t values = is_mlx(format) ? kQuantGroup : unit_values(format);
       for (const Shape& shape : shapes) {
-        if (shape.head_dim % unit_values(format) == 0) expect_read_factor(device, format, shape);
+        if (shape.head_dim % values == 0) expect_read_factor(device, format, shape);
       }
     }
   }

@@ -228,6 +228,23 @@ TEST(BenchArmsTest, AWrongResultExceedsTheAllowedError) {
   }
 }
 
+TEST(BenchArmsTest, SidesOfMlxFormatsFollowTheirStrides) {
+  for (const char* const text : {"4q/2kv d128 kv=100 seqs=2 dtype=mlx_int8", "4q/2kv d64 kv=100 seqs=2 dtype=mlx_int4",
+                                 "4q/2kv d64 kv=100 seqs=2 v_dtype=mlx_int4"}) {
+    for (const bool tokens_first : {false, true}) {
+      CaseData data = lay_out_case(to_problem(parse_case(text), KvFormat::f16, DType::f32), 0);
+      data.tokens_first = tokens_first;
+      BenchBuffer buffer;
+      buffer.prepare(data.set_bytes, data.problem.k_format, bench::Team{1});
+      place_case(data, buffer);
+      const bench::TargetKernels& kernels = bench::target_kernels("portable");
+      const Arm arm = make_arm("kvonce", data, cpu_device("portable", 1), {}, kernels, kernels.read_loops[0]);
+      arm.run(0);
+      EXPECT_LE(arm.error().value_or(1.0), arm.max_error) << text << ' ' << tokens_first;
+    }
+  }
+}
+
 TEST(BenchArmsTest, TokensBeforeHeadsAreReadByTheirStrides) {
   BenchBuffer buffer;
   CaseData heads_first = lay_out_case(small_problem(4, 2, 64, 48, 300, 1, KvFormat::f16), 0);

@@ -262,6 +262,15 @@ class BenchTest(unittest.TestCase):
         self.check_refused(2, "--arms", "--arms", "floor")  # an arm of cuda only
         self.check_refused(2, "floor", "--backend", "cuda", "--arms", "fast")
 
+    def test_mlx_formats_count_scales_and_biases(self):
+        result = bench("--case", "8q/2kv d128 kv=300 dtype=mlx_int8 v_dtype=mlx_int4", "--rounds", "1", "--arms",
+                       "kvonce,read", "--threads", "1", "--format", "json")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        row = json.loads(result.stdout)["rows"][0]
+        self.assertEqual(row["kv_bytes"], 2 * 300 * (128 + 64 + 4 * 2 * 2))
+        self.assertIn("_kmlx_int8_vmlx_int4_d128x128_", row["kernel"])
+        self.assertLess(row["rel_rms_error"], 2e-5)
+
     def test_formats_without_a_kernel_exit_3(self):
         self.check_refused(3, "f8_e4m3", "--dtype", "f8_e4m3", "--arms", "read", "--case", "8q/2kv d64 kv=64")
 

@@ -55,6 +55,15 @@ TEST(CaseStringTest, PrintsWhatItReads) {
   }
 }
 
+TEST(CaseStringTest, MlxFormatsHaveF16ScalesPer64Values) {
+  for (const char* text : {"8q/2kv d64 kv=9 dtype=mlx_int8", "8q/2kv d64 kv=9 v_dtype=mlx_int4"}) {
+    const Problem p = to_problem(parse_case(text), KvFormat::f16, DType::f32);
+    EXPECT_EQ(p.quant_group, 64);
+    EXPECT_EQ(p.scales_dtype, DType::f16);
+  }
+  EXPECT_EQ(to_problem(parse_case("8q/2kv d64 kv=9"), KvFormat::f16, DType::f16).quant_group, 0);
+}
+
 TEST(CaseStringTest, WhatChangesScoresReachesTheProblem) {
   const Problem p = to_problem(parse_case("8q/2kv d64 kv=9 v_dtype=q8_0 mask=additive softcap=30 alibi=1 sinks=1"),
                                KvFormat::f16, DType::f16);

@@ -31,13 +31,15 @@ Pattern pattern_of(KvFormat format) {
       return {0x87ff87ffU, 0x38003800U};
     case KvFormat::bf16:
       return {0x80ff80ffU, 0x3f003f00U};
-    case KvFormat::q8_0:  // codes; place_case() writes the blocks' scales
+    case KvFormat::q8_0:  // codes; place_case() writes the scales, and the biases
     case KvFormat::q4_0:
+    case KvFormat::mlx_int8:
+    case KvFormat::mlx_int4:
       return {0xffffffffU, 0U};
     default:
-      throw Error(
-          ErrorCode::Unsupported,
-          fmt::format("--dtype: bench fills caches of f32, f16, bf16, q8_0 or q4_0, got {}", to_string(format)));
+      throw Error(ErrorCode::Unsupported,
+                  fmt::format("--dtype: bench fills caches of f32, f16, bf16, q8_0, q4_0, mlx_int8 or mlx_int4, got {}",
+                              to_string(format)));
   }
 }
 

@@ -23,14 +23,22 @@ std::vector<double> reference_row(const Problem& problem, const Inputs& inputs, 
   const auto advance = [](TensorView& view, std::int64_t elements, std::int64_t element_bytes) {
     view.data = static_cast<const char*>(view.data) + elements * element_bytes;
   };
-  const std::int64_t kv_head = head / problem.group_size();
+  const auto to_head = [&](TensorView& view, KvFormat format) {
+    if (view.data == nullptr) return;
+    const std::int64_t offset = seq * view.seq_stride + head / problem.group_size() * view.head_stride;
+    // Two 4-bit codes share a byte; the heads of a case begin at whole ones.
+    advance(view, format == KvFormat::mlx_int4 ? offset / 2 : offset, format_bytes(format, 1));
+  };
   Inputs at = inputs;
   if (at.sinks != nullptr) at.sinks += head;
   if (at.alibi_slopes != nullptr) at.alibi_slopes += head;
   advance(at.q, seq * at.q.seq_stride + head * at.q.head_stride + query_idx * at.q.token_stride,
           problem.q_dtype == DType::f32 ? 4 : 2);
-  advance(at.k, seq * at.k.seq_stride + kv_head * at.k.head_stride, format_bytes(problem.k_format, 1));
-  advance(at.v, seq * at.v.seq_stride + kv_head * at.v.head_stride, format_bytes(problem.v_format, 1));
+  to_head(at.k, problem.k_format);
+  to_head(at.v, problem.v_format);
+  for (TensorView* side : {&at.k_scales, &at.k_biases, &at.v_scales, &at.v_biases}) {
+    to_head(*side, static_cast<KvFormat>(problem.scales_dtype));
+  }
   return core::reference_attend(row, at).out;
 }
 
@@ -56,6 +64,23 @@ void make_score_rules(CaseData& data) {
   }
   for (std::int64_t head = 0; head < problem.num_q_heads; ++head) {
     data.per_head.push_back(std::exp2(-static_cast<float>(head % 8 + 1)));
+  }
+}
+
+// Groups of a row of MLX's formats, which have a scale and a bias each; 0 of others.
+std::int64_t num_groups(const Problem& problem, KvFormat format, std::int64_t dims) {
+  const bool is_mlx = format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4;
+  return is_mlx ? dims / problem.quant_group : 0;
+}
+
+// The f16 scales and biases at `scales` that make values as large as those of plain caches.
+void write_sides(char* scales, std::int64_t side_bytes, KvFormat format) {
+  const float most = format == KvFormat::mlx_int8 ? 128.0F : 8.0F;
+  for (std::int64_t at = 0; at < side_bytes; at += 2) {
+    const float scale = 1.0F / most * (0.5F + 0.25F * static_cast<float>(at / 2 % 3));
+    const std::uint16_t stored[] = {shared::f32_to_f16(scale), shared::f32_to_f16(-scale * most)};
+    std::memcpy(scales + at, &stored[0], 2);
+    std::memcpy(scales + side_bytes + at, &stored[1], 2);
   }
 }
 
@@ -105,6 +130,21 @@ Inputs CaseData::inputs(std::int64_t set) const {
   const std::int64_t v_units = problem.dim_v() / unit_values(problem.v_format);
   inputs.k = packed_view(k, problem.num_kv_heads, problem.max_kv_len, k_units);
   inputs.v = packed_view(k + k_bytes, problem.num_kv_heads, problem.max_kv_len, v_units);
+  const char* side = k + k_bytes + v_bytes;
+  const auto place_sides = [&](TensorView& scales, TensorView& biases, std::int64_t groups, std::int64_t bytes) {
+    if (groups == 0) return;
+    for (TensorView* view : {&scales, &biases}) {
+      *view = packed_view(side, problem.num_kv_heads, problem.max_kv_len, groups);
+      if (tokens_first) {
+        view->head_stride = groups;
+        view->token_stride = problem.num_kv_heads * groups;
+      }
+      side += bytes;
+    }
+  };
+  place_sides(inputs.k_scales, inputs.k_biases, num_groups(problem, problem.k_format, problem.head_dim_qk),
+              k_side_bytes);
+  place_sides(inputs.v_scales, inputs.v_biases, num_groups(problem, problem.v_format, problem.dim_v()), v_side_bytes);
   if (!mask.empty()) inputs.mask = mask.data();
   inputs.mask_row_stride = problem.mask == MaskKind::tree ? problem.q_len : problem.max_kv_len;
   if (problem.has_sinks) inputs.sinks = per_head.data();
@@ -124,6 +164,8 @@ CaseData lay_out_case(const Problem& problem, std::int64_t rotation_bytes) {
   const std::int64_t tokens = problem.num_seqs * problem.num_kv_heads * problem.max_kv_len;
   data.k_bytes = format_bytes(problem.k_format, tokens * problem.head_dim_qk);
   data.v_bytes = format_bytes(problem.v_format, tokens * problem.dim_v());
+  data.k_side_bytes = 2 * tokens * num_groups(problem, problem.k_format, problem.head_dim_qk);
+  data.v_side_bytes = 2 * tokens * num_groups(problem, problem.v_format, problem.dim_v());
   data.set_bytes = std::max((data.kv_bytes() + kSetAlignment - 1) / kSetAlignment * kSetAlignment, kSetAlignment);
   // An odd number of sets: every arm of an even number of them meets every set.
   data.num_sets = std::max<std::int64_t>(1, (rotation_bytes + data.set_bytes - 1) / data.set_bytes);
@@ -136,6 +178,9 @@ void place_case(CaseData& data, const BenchBuffer& buffer) {
     char* const k = buffer.data() + set * data.set_bytes;
     write_scales(k, data.k_bytes, data.problem.k_format);
     write_scales(k + data.k_bytes, data.v_bytes, data.problem.v_format);
+    char* const sides = k + data.k_bytes + data.v_bytes;
+    write_sides(sides, data.k_side_bytes, data.problem.k_format);
+    write_sides(sides + 2 * data.k_side_bytes, data.v_side_bytes, data.problem.v_format);
   }
   place_case(data, buffer.data());
 }

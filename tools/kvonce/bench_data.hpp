@@ -18,12 +18,15 @@ struct OracleRow {
   std::vector<double> out;  // [head_dim_v]
 };
 
-/// A case laid out in the buffer: num_sets copies of K and V, packed [num_seqs, num_kv_heads, kv_len, head_dim] each.
+/// A case laid out in the buffer: num_sets copies of K and V, packed [num_seqs, num_kv_heads, kv_len, head_dim] each, of MLX's
+/// formats then K's scales and biases and V's.
 struct CaseData {
   Problem problem;
   bool tokens_first = false;  // K and V as [num_seqs, kv_len, num_kv_heads, head_dim]
   std::int64_t k_bytes = 0;
   std::int64_t v_bytes = 0;
+  std::int64_t k_side_bytes = 0;  // of K's scales, and as many of its biases
+  std::int64_t v_side_bytes = 0;
   std::int64_t set_bytes = 0;  // from one set to the next
   std::int64_t num_sets = 1;
   char* base = nullptr;
@@ -33,7 +36,7 @@ struct CaseData {
   std::vector<float> per_head;  // [num_q_heads] sinks and slopes
   std::vector<OracleRow> oracle_rows;
 
-  [[nodiscard]] std::int64_t kv_bytes() const { return k_bytes + v_bytes; }
+  [[nodiscard]] std::int64_t kv_bytes() const { return k_bytes + v_bytes + 2 * (k_side_bytes + v_side_bytes); }
   [[nodiscard]] Inputs inputs(std::int64_t set) const;
 };
 

@@ -247,6 +247,11 @@ Problem to_problem(const CaseSpec& spec, KvFormat default_format, DType q_dtype)
   problem.out_dtype = q_dtype;
   problem.k_format = spec.dtype.value_or(default_format);
   problem.v_format = spec.v_dtype.value_or(problem.k_format);
+  const auto is_mlx = [](KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; };
+  if (is_mlx(problem.k_format) || is_mlx(problem.v_format)) {
+    problem.quant_group = 64;  // what mlx-lm takes
+    problem.scales_dtype = DType::f16;
+  }
   problem.causal = spec.causal;
   problem.mask = spec.mask;
   if (spec.mask == MaskKind::additive) problem.mask_dtype = DType::f16;

@@ -53,9 +53,7 @@ void run_explain(const ExplainOptions& options) {
   }
   const KvFormat kv_format = spec.dtype.value_or(*format);
   const DType q_dtype = options.q_dtype.empty() ? default_q_dtype(kv_format) : plain_dtype(options.q_dtype);
-  Problem problem = to_problem(spec, kv_format, q_dtype);
-  constexpr std::int64_t kDefaultQuantGroup = 64;
-  if (kv_format == KvFormat::mlx_int8 || kv_format == KvFormat::mlx_int4) problem.quant_group = kDefaultQuantGroup;
+  const Problem problem = to_problem(spec, kv_format, q_dtype);
   Device device = choose_device(options.device);
   make_plan(problem, device, plan_options(options.device));  // refuses before the measurement
   if (device.backend == Backend::cpu) device.read_gbps = measure_read_gbps(device);
