@@ -285,6 +285,13 @@ Trial try_plan(Choices& choices, const std::vector<Device>& known) {
     trial.problem.head_dim_v = std::min<std::int64_t>(trial.problem.head_dim_v, 512);
     trial.problem.k_format = trial.problem.v_format = static_cast<KvFormat>(choices.below(3));
     trial.problem.q_dtype = static_cast<DType>(trial.problem.k_format);
+    if (choices.below(4) == 0) {  // or one of MLX's formats for K and V
+      trial.problem.k_format = trial.problem.v_format = choices.below(2) == 0 ? KvFormat::mlx_int8 : KvFormat::mlx_int4;
+      trial.problem.quant_group = 64;
+      trial.problem.scales_dtype = trial.problem.q_dtype;
+      trial.problem.head_dim_qk = choices.pick(std::vector<std::int64_t>{64, 128, 192, 256, 512});
+      trial.problem.head_dim_v = 0;
+    }
   }
   trial.options = random_options(choices, trial.device);
   try {

@@ -217,6 +217,32 @@ TEST(MetalPolicyTest, ChunkTokensFixTheSplit) {
   EXPECT_EQ(decision(make_plan(problem(32, 4, 128, 10000), metal_device("apple9"))).fixed_chunk_tokens, 0);
 }
 
+TEST(MetalPolicyTest, QuantisedCachesRunOnTheSameBodies) {
+  Problem p = problem(32, 4, 128, 32768);
+  p.k_format = p.v_format = KvFormat::mlx_int8;
+  p.quant_group = 64;
+  p.scales_dtype = DType::f16;
+  const Plan plan = make_plan(p, metal_device("apple10", 20));
+  EXPECT_EQ(plan.kernel_id(), "attend_metal_matrix_mlx_int8_d128x128_r8");
+  EXPECT_EQ(plan.read_factor(), 1);
+  // Codes, and 2 + 2 bytes of scale and bias for 64 of them.
+  EXPECT_EQ(plan.max_kv_bytes(), 4 * 32768 * 256 * 17 / 16);
+  EXPECT_GT(decision(plan).slots, decision(make_plan(problem(32, 4, 128, 32768), metal_device("apple10", 20))).slots);
+  expect_error([&] { make_plan(p, metal_device("apple10"), with("body=3")); }, ErrorCode::InvalidArgument,
+               "the baseline serves no quantised caches");
+  Problem other = p;
+  other.scales_dtype = DType::f32;
+  expect_error([&] { make_plan(other, metal_device("apple10")); }, ErrorCode::Unsupported, "scales_dtype f32");
+  other = p;
+  other.head_dim_qk = 96;
+  other.quant_group = 32;
+  expect_error([&] { make_plan(other, metal_device("apple10")); }, ErrorCode::Unsupported,
+               "head_dim_qk 96 with a quantised cache");
+  other = p;
+  other.v_format = KvFormat::mlx_int4;
+  expect_error([&] { make_plan(other, metal_device("apple10")); }, ErrorCode::Unsupported, "give q, K and V one type");
+}
+
 TEST(MetalPolicyTest, ExplainLabelsThePredictionAndSaysWhyOthersWereRejected) {
   const std::string text = make_plan(problem(32, 4, 128, 32768), metal_device("apple10", 20)).explain();
   for (const char* part :
