@@ -2,7 +2,7 @@
 import mlx.core as mx
 
 from . import _mlx_arguments as arguments
-from . import _mlx_cpu, _mlx_metal
+from . import _mlx_cpu, _mlx_cuda, _mlx_metal
 from ._mlx_arguments import BadArgument, Fallback
 from ._mlx_statistics import count_fallback, count_served
 from ._mlx_transforms import originals
@@ -18,7 +18,7 @@ def backend_of(stream):
         return _mlx_cpu
     if mx.metal.is_available():
         return _mlx_metal
-    raise Fallback("a device that is neither the CPU nor an Apple GPU")
+    return _mlx_cuda
 
 
 def _require_serveable(q_shape, kv_len, causal):
@@ -87,7 +87,8 @@ def attend_quantized(queries, q_keys, q_values, scale, mask, group_size, bits):
         return _serve_quantized(queries, q_keys, q_values, scale, mask, group_size, bits)
     except Fallback as fallback:
         count_fallback(fallback.reason)
-    return originals["attend_quantized"](queries, q_keys, q_values, scale, mask, group_size, bits)
+    # mlx_lm's function scales queries in place.
+    return originals["attend_quantized"](queries + 0, q_keys, q_values, scale, mask, group_size, bits)
 
 
 def patched_attend_quantized(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):

@@ -148,15 +148,16 @@ def _scalars(scale):
     return mx.array(values, dtype=mx.float32)
 
 
+# Kept arrays are made of values, not of operations: those belong to a thread's stream, and to a trace if one is on.
 @functools.lru_cache(maxsize=None)
 def _unused(dtype):
     """What stands for an array that the params do not announce."""
-    return mx.zeros((_MIN_ELEMENTS,), dtype=dtype)
+    return mx.array([0] * _MIN_ELEMENTS, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=None)
 def _no_mask():
-    return mx.zeros((1, 1, 1, _MIN_ELEMENTS), dtype=mx.bool_)
+    return mx.array([[[[False] * _MIN_ELEMENTS]]])
 
 
 def _mask_of(mask, shape, dtype):
@@ -178,8 +179,7 @@ def _mask_of(mask, shape, dtype):
 def _sinks_of(sinks):
     if sinks is None:
         return _unused(mx.float32)
-    sinks = sinks.astype(mx.float32)
-    return mx.pad(sinks, (0, _MIN_ELEMENTS)) if sinks.size < _MIN_ELEMENTS else mx.contiguous(sinks)
+    return mx.pad(sinks.astype(mx.float32), (0, _MIN_ELEMENTS))  # packed, whatever its stride was
 
 
 def launch(plan, q, k, v, mask, sinks, scale, causal, out_dtype, stream=None, verbose=False):

@@ -4,13 +4,15 @@ import mlx.core as mx
 from ._mlx_statistics import count_fallback
 
 
-def _attend_unpacked(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
+def attend_unpacked(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
+    """What mlx_lm's quantized_scaled_dot_product_attention gives."""
     keys, values = (mx.dequantize(*cache, group_size=group_size, bits=bits) for cache in (q_keys, q_values))
     return originals["attend"](queries, keys, values, scale=scale, mask=mask)
 
 
 # What calls go to when kvonce does not serve them. patch() puts here what it finds in place: of mlx_lm, or of others.
-originals = {"attend": mx.fast.scaled_dot_product_attention, "attend_quantized": _attend_unpacked}
+originals = {"attend": mx.fast.scaled_dot_product_attention, "attend_quantized": attend_unpacked}
+defaults = dict(originals)
 
 
 def split(arrays, has_mask, has_sinks):

@@ -15,7 +15,7 @@
 //        [4] values: a token's V is read once, each row's weight comes from its lane
 //        [5] partials: normalised o and lse, joined over the token parts in threadgroup memory
 // Bytes: kv_len * (dqk + dv) * sizeof(T) for every stream and row block, once.
-// Registers: kRows * (dqk / 64 (16-bit q) + dv / 32) + 32 floats and a token: 100 at kRows 8 and d128.
+// Registers: kRows * (dqk / 64 (16-bit q) + dv / 32) + 32 floats and a token: 80 and the token at kRows 8 and d128.
 // Not here: paged caches, tree masks, segments, mask slopes; other K and V formats (affine.metal.h).
 #pragma once
 

@@ -131,6 +131,13 @@ class MlxMetalSourceTest(unittest.TestCase):
                 [name] = re.findall(r'host_name\("(\w+)"\)', source)
                 self.assertEqual(seen.setdefault(name, source), source)
 
+    def test_the_cpp_form_has_the_same_text(self):
+        launcher = (HERE.parents[1] / "integrations" / "mlx" / "launch.cpp").read_text(encoding="utf-8")
+        for part in (_mlx_metal._PLACE, _mlx_metal._ATTEND.split(_mlx_metal._PLACE)[0], _mlx_metal._MERGE.split(_mlx_metal._PLACE)[0]):
+            self.assertIn(part, launcher)
+        for body, template in _mlx_metal._TEMPLATES.items():
+            self.assertRegex(launcher, rf'make_attend\("{body}", \w+, "{template}"\)')
+
     def test_compiled_function_keeps_the_kernels(self):
         q, k, v = qkv(1, 8, 2, 1, 100)
         plan = _mlx_metal.plan_of(q, k, v, _metal_policy.Gpu(family=8))
@@ -202,6 +209,10 @@ class MlxMetalEmulationTest(unittest.TestCase):
                 with self.subTest(dtype=dtype, body=body):
                     arrays = qkv(2, 9, 3, 1, 150, 64, dtype=dtype)
                     self.assertEqual(self.compare(*arrays, asked=(("body", number),)), body)
+
+    def test_head_dims(self):
+        for dims in ((80, 80), (40, 24), (192, 128)):
+            self.compare(*qkv(1, 6, 2, 2, 90, *dims, dtype="float16"), mask="causal")
 
     def test_many_chunks(self):
         self.compare(*qkv(1, 16, 2, 1, 3000, 128, dtype="float16"), gpu=_metal_policy.Gpu(family=9, num_cores=40))
