@@ -4,6 +4,7 @@
 #include <mlx/ops.h>
 #include <mlx/transforms.h>
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 #include <variant>
@@ -86,6 +87,9 @@ std::string why_not_served(const Call& call, mx::Dtype dtype, mx::StreamOrDevice
   if (call.causal && call.q.shape(2) > call.k.shape(2)) return "a row that sees no key";
   if (call.mask && call.mask->dtype() != mx::bool_ && !is_served_dtype(call.mask->dtype())) {
     return text("a mask of dtype ", call.mask->dtype());
+  }
+  if (std::min({call.q.size(), call.k.size(), call.v.size()}) < kMinElements) {
+    return text("fewer than ", kMinElements, " elements of q, K or V");
   }
   if (call.k.dtype() != dtype || call.v.dtype() != dtype) return "K and V of other dtypes than the result";
   if (mx::to_stream(s).device != mx::Device::gpu || !mx::metal::is_available())

@@ -16,8 +16,6 @@ namespace {
 
 namespace mx = ::mlx::core;
 
-constexpr int kMinElements = 8;  // MLX passes smaller arrays in another address space
-
 constexpr std::string_view kPlace = R"(
   kvonce_metal::Place place;
   place.x = int(threadgroup_position_in_grid.x);

@@ -13,6 +13,8 @@
 
 namespace kvonce::mlx {
 
+constexpr int kMinElements = 8;  // of an array: MLX passes smaller ones in another address space
+
 /// A call whose arguments are right: q, k and v are of one dtype, dims and heads fit.
 struct Call {
   ::mlx::core::array q;

@@ -220,6 +220,8 @@ def _function(scale, causal, has_mask, has_sinks, out_dtype, stream):
 
 def attend(q, k, v, scale, causal, mask, sinks, dtype, stream):
     """(out, kernel) of checked arguments. Raises Fallback."""
+    if min(q.size, k.size, v.size) < _MIN_ELEMENTS:
+        raise Fallback(f"fewer than {_MIN_ELEMENTS} elements of q, K or V")
     if k.dtype != v.dtype or k.dtype != dtype:
         raise Fallback("K and V of other dtypes than the result")
     q = q.astype(dtype)

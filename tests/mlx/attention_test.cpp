@@ -67,6 +67,8 @@ TEST(MlxAttentionTest, WithoutAGpuCallsGoToMlx) {
   EXPECT_EQ(why_not_served(t.q, t.k, t.v), "a device that is not an Apple GPU");
   EXPECT_EQ(why_not_served(normal({2, 8, 65, 64}), t.k, t.v), "prefill: more than 64 query tokens");
   EXPECT_EQ(why_not_served(normal({2, 8, 51, 64}), t.k, t.v, "causal"), "a row that sees no key");
+  EXPECT_EQ(why_not_served(normal({1, 1, 1, 4}), normal({1, 1, 3, 4}), normal({1, 1, 3, 4})),
+            "fewer than 8 elements of q, K or V");
   EXPECT_EQ(why_not_served(mx::astype(t.q, mx::float16), t.k, mx::astype(t.v, mx::float16)),
             "K and V of other dtypes than the result");
   const std::vector<std::pair<std::string, std::optional<mx::array>>> masks = {

@@ -253,6 +253,7 @@ class MlxMetalEmulationTest(unittest.TestCase):
     def test_fallbacks(self):
         for reason, arrays in (("prefill: more than 64 query tokens", qkv(q_len=65)),
                                ("K and V of other dtypes than the result", [qkv()[0], *qkv(dtype="float16")[1:]]),
+                               ("fewer than 8 elements of q, K or V", qkv(1, 1, 1, 1, 3, 4)),
                                ("512", qkv(head_dim=576, kv_len=5))):
             km.reset_stats()
             with self.host.in_use():
