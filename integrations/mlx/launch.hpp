@@ -38,4 +38,7 @@ metal::Decision plan_of(const Call& call, const Device& gpu);
 std::pair<::mlx::core::array, ::mlx::core::array> launch(const metal::Decision& plan, const Call& call,
                                                          ::mlx::core::StreamOrDevice s, bool verbose = false);
 
+/// launch()'s out, as a function for which grad and vjp get what MLX's own function gives.
+::mlx::core::array attend(const metal::Decision& plan, const Call& call, ::mlx::core::StreamOrDevice s);
+
 }  // namespace kvonce::mlx

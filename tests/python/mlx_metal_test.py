@@ -1,9 +1,11 @@
 """kvonce.mlx on Metal, without a GPU: the text that MLX would compile, and its results on the host's emulation of it."""
+import functools
 import pathlib
 import re
 import subprocess
 import tempfile
 import unittest
+import unittest.mock
 
 try:
     import mlx.core as mx
@@ -12,7 +14,7 @@ except ModuleNotFoundError:
 else:
     import emulated_metal
     import kvonce.mlx as km
-    from kvonce import _metal_policy, _mlx_metal
+    from kvonce import _metal_policy, _mlx_calls, _mlx_metal
     from mlx_test import normal, qkv, relative_rms
     mlx_attention = mx.fast.scaled_dot_product_attention
 
@@ -147,6 +149,27 @@ class MlxMetalSourceTest(unittest.TestCase):
                 plan, q, k, v, None, None, 0.1, False, q.dtype, verbose=True)[0])(q, k, v)
 
         self.assertEqual(len(emulated_metal.sources_of(attend, q, k, v)), 2)
+
+    def test_transformations(self):
+        """What MLX has no rule for with any kernel is an error, not a wrong result; gradients are in the emulation's tests."""
+        q, k, v = qkv(3, 8, 2, 1, 50)
+
+        def attend(q, k, v):
+            return km.scaled_dot_product_attention(q, k, v, scale=0.125)
+
+        def trace(function, *arrays):
+            mx.export_function(lambda part: None, function, *arrays)
+
+        plan_of = functools.partial(_mlx_metal.plan_of, gpu=_metal_policy.Gpu(family=8))
+        with unittest.mock.patch.object(_mlx_metal, "plan_of", plan_of), \
+                unittest.mock.patch.object(_mlx_calls, "backend_of", lambda stream: _mlx_metal):
+            with self.assertRaisesRegex(ValueError, "vmap"):
+                trace(mx.vmap(attend), *(array[:, None] for array in (q, k, v)))
+            with self.assertRaisesRegex(ValueError, "jvp"):
+                trace(lambda *arrays: mx.jvp(attend, list(arrays), list(arrays))[1][0], q, k, v)
+            with self.assertRaisesRegex(ValueError, "CustomTransforms"):
+                trace(attend, q, k, v)
+            trace(mx.grad(lambda *arrays: attend(*arrays).sum()), q, k, v)
 
     def test_every_pointer_names_its_address_space(self):
         for body in BODIES.values():
