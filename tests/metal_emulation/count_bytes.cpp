@@ -121,8 +121,7 @@ int count_bytes(std::int64_t kv_len) {
       const Launch launch = make_launch(p, inputs, choice_of(body, g.q_heads / g.kv_heads));
       const DeviceMemory params(launch.params.data(), sizeof launch.params);
       const DeviceMemory scalars(launch.scalars.data(), sizeof launch.scalars);
-      const Strides all_strides[] = {launch.q_strides, launch.k_strides, launch.v_strides, launch.mask_strides};
-      const DeviceMemory strides(all_strides, sizeof all_strides);
+      const DeviceMemory strides(launch.strides.data(), sizeof launch.strides);
       const auto num_partials = static_cast<std::size_t>(launch.num_rows * launch.num_chunks());
       const DeviceMemory partial_o(num_partials * static_cast<std::size_t>(g.dim) * 4);
       const DeviceMemory partial_sums(num_partials * 8);

@@ -5,6 +5,7 @@
 #include "cuda_kernels.hpp"
 #include "dialect_cuda.h"
 // The bodies, after the dialect.
+#include "metal/affine.metal.h"
 #include "metal/attend.metal.h"
 #include "metal/attend_matrix.metal.h"
 #include "metal/attend_per_head.metal.h"
@@ -54,6 +55,26 @@ template <typename T, int kDimQk, int kDimV>
 __global__ void attend_per_head(AttendArgs args) {
   kvonce_metal::attend_per_head<T, kDimQk, kDimV>(buffers_of<T>(args), shared_memory, place_of_thread());
 }
+template <typename T>
+__device__ kvonce_metal::AffineTensor<T> affine_k(const AttendArgs& a) {
+  return {static_cast<const unsigned char*>(a.k), static_cast<const T*>(a.k_scales), static_cast<const T*>(a.k_biases),
+          a.k_strides, a.k_scales_strides, a.k_biases_strides};
+}
+template <typename T>
+__device__ kvonce_metal::AffineTensor<T> affine_v(const AttendArgs& a) {
+  return {static_cast<const unsigned char*>(a.v), static_cast<const T*>(a.v_scales), static_cast<const T*>(a.v_biases),
+          a.v_strides, a.v_scales_strides, a.v_biases_strides};
+}
+template <typename T, int kDimQk, int kDimV, int kRows, int kBits, int kGroup>
+__global__ void attend_affine_vector(AttendArgs args) {
+  kvonce_metal::attend_affine_vector<T, kDimQk, kDimV, kRows, kBits, kGroup>(
+      buffers_of<T>(args), affine_k<T>(args), affine_v<T>(args), shared_memory, place_of_thread());
+}
+template <typename T, int kDimQk, int kDimV, int kBits, int kGroup>
+__global__ void attend_affine_matrix(AttendArgs args) {
+  kvonce_metal::attend_affine_matrix<T, kDimQk, kDimV, kBits, kGroup>(
+      buffers_of<T>(args), affine_k<T>(args), affine_v<T>(args), shared_memory, place_of_thread());
+}
 template <typename T, int kDimV>
 __global__ void merge_partials(MergeArgs a) {
   kvonce_metal::merge_partials<T, kDimV>({a.partial_o, a.partial_sums, a.sinks, a.params}, static_cast<T*>(a.out),
@@ -84,6 +105,9 @@ struct MergeKernel {
   {{Body::vector, kDType<T>, qk, v, 8}, attend_vector<T, qk, v, 8>},
 #define KVONCE_METAL_ATTEND_DIMS(qk, v) \
   KVONCE_METAL_ATTEND_OTHER(half, qk, v) KVONCE_METAL_ATTEND_VECTOR(half, qk, v, 4)
+#define KVONCE_METAL_ATTEND_AFFINE(T, qk, v, rows, bits, group)                                             \
+  {{Body::vector, kDType<T>, qk, v, rows, bits, group}, attend_affine_vector<T, qk, v, rows, bits, group>}, \
+  {{Body::matrix, kDType<T>, qk, v, 8, bits, group}, attend_affine_matrix<T, qk, v, bits, group>},
 #define KVONCE_METAL_MERGE(T, qk, v) {kDType<T>, v, merge_partials<T, v>},
 
 }  // namespace

@@ -10,6 +10,7 @@ const AttendKernel kAttend[] = {
 #define KVONCE_METAL_DIMS(qk, v) KVONCE_METAL_ATTEND_DIMS(qk, v)
 #define KVONCE_METAL_VECTOR(T, qk, v, rows) KVONCE_METAL_ATTEND_VECTOR(T, qk, v, rows)
 #define KVONCE_METAL_OTHER(T, qk, v) KVONCE_METAL_ATTEND_OTHER(T, qk, v)
+#define KVONCE_METAL_AFFINE(T, qk, v, rows, bits, group) KVONCE_METAL_ATTEND_AFFINE(T, qk, v, rows, bits, group)
 #include "instances.def"
 };
 const MergeKernel kMerge[] = {

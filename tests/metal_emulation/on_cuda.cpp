@@ -57,8 +57,8 @@ std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t
   };
   const DeviceMemory params(launch.params.data(), sizeof launch.params);
   const DeviceMemory scalars(launch.scalars.data(), sizeof launch.scalars);
-  const Strides all_strides[] = {launch.q_strides, launch.k_strides, launch.v_strides, launch.mask_strides};
-  const DeviceMemory strides(all_strides, sizeof all_strides);
+  const DeviceMemory strides(launch.strides.data(), sizeof launch.strides);
+  const auto* const stride = strides.as<std::int64_t>();
   const auto num_partials = static_cast<std::size_t>(launch.num_rows * launch.num_chunks());
   const auto dim_v = static_cast<std::size_t>(launch.instance.head_dim_v);
   const DeviceMemory partial_o(num_partials * dim_v * 4);
@@ -66,12 +66,29 @@ std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t
   const std::size_t element = launch.instance.dtype == DType::f32 ? 4 : 2;
   const DeviceMemory device_out(static_cast<std::size_t>(launch.num_rows) * dim_v * element);
   const DeviceMemory device_lse(static_cast<std::size_t>(launch.num_rows) * 4);
-  enqueue_attend(
-      launch, {on_device(inputs.q.data), on_device(inputs.k.data), on_device(inputs.v.data), on_device(inputs.kv_lens),
-               on_device(inputs.kv_starts), static_cast<const unsigned char*>(on_device(inputs.mask)),
-               on_device(inputs.alibi_slopes), params.as<std::int64_t>(), scalars.as<float>(),
-               strides.as<std::int64_t>(), strides.as<std::int64_t>() + 4, strides.as<std::int64_t>() + 8,
-               strides.as<std::int64_t>() + 12, partial_o.as<float>(), partial_sums.as<float>()});
+  enqueue_attend(launch, {on_device(inputs.q.data),
+                          on_device(inputs.k.data),
+                          on_device(inputs.v.data),
+                          on_device(inputs.kv_lens),
+                          on_device(inputs.kv_starts),
+                          static_cast<const unsigned char*>(on_device(inputs.mask)),
+                          on_device(inputs.alibi_slopes),
+                          params.as<std::int64_t>(),
+                          scalars.as<float>(),
+                          stride,
+                          stride + 4,
+                          stride + 8,
+                          stride + 12,
+                          partial_o.as<float>(),
+                          partial_sums.as<float>(),
+                          on_device(inputs.k_scales.data),
+                          on_device(inputs.k_biases.data),
+                          on_device(inputs.v_scales.data),
+                          on_device(inputs.v_biases.data),
+                          stride + 16,
+                          stride + 20,
+                          stride + 24,
+                          stride + 28});
   enqueue_merge(launch, {partial_o.as<float>(), partial_sums.as<float>(), on_device(inputs.sinks),
                          params.as<std::int64_t>(), device_out.as<void>(), device_lse.as<float>()});
   require_success(cudaDeviceSynchronize(), "running the kernels");
