@@ -4,6 +4,7 @@
 #include <mlx/ops.h>
 #include <mlx/transforms.h>
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 #include <variant>
@@ -87,6 +88,9 @@ std::string why_not_served(const Call& call, mx::Dtype dtype, mx::StreamOrDevice
   if (call.mask && call.mask->dtype() != mx::bool_ && !is_served_dtype(call.mask->dtype())) {
     return text("a mask of dtype ", call.mask->dtype());
   }
+  if (std::min({call.q.size(), call.k.size(), call.v.size()}) < kMinElements) {
+    return text("fewer than ", kMinElements, " elements of q, K or V");
+  }
   if (call.k.dtype() != dtype || call.v.dtype() != dtype) return "K and V of other dtypes than the result";
   if (mx::to_stream(s).device != mx::Device::gpu || !mx::metal::is_available())
     return "a device that is not an Apple GPU";
@@ -100,7 +104,8 @@ Device this_gpu() {
   return gpu_of_architecture(name == nullptr ? "" : *name);
 }
 
-/// The kernels as a function that MLX's transformations go through: they get what MLX's own function gives.
+}  // namespace
+
 mx::array attend(const metal::Decision& plan, const Call& call, mx::StreamOrDevice s) {
   std::vector<mx::array> arrays = {call.q, call.k, call.v};
   if (call.mask) arrays.push_back(*call.mask);
@@ -128,25 +133,9 @@ mx::array attend(const metal::Decision& plan, const Call& call, mx::StreamOrDevi
       mx::custom_function([unpack, plan, s](const Arrays& a) { return Arrays{launch(plan, unpack(a), s).first}; },
                           [by_mlx](const Arrays& primals, const Arrays& cotangents, const Arrays& /*outputs*/) {
                             return mx::vjp(by_mlx, primals, cotangents).second;
-                          },
-                          [by_mlx](const Arrays& primals, const Arrays& tangents, const std::vector<int>& moving) {
-                            const auto of_moving = [&](const Arrays& given) {
-                              Arrays all = primals;
-                              for (std::size_t i = 0; i < moving.size(); ++i)
-                                all[static_cast<std::size_t>(moving[i])] = given[i];
-                              return by_mlx(all);
-                            };
-                            Arrays moved;
-                            for (const int i : moving) moved.push_back(primals[static_cast<std::size_t>(i)]);
-                            return mx::jvp(of_moving, moved, tangents).second;
-                          },
-                          [by_mlx](const Arrays& inputs, const std::vector<int>& axes) {
-                            return std::pair{mx::vmap(by_mlx, axes)(inputs), std::vector<int>{0}};
                           });
   return function(arrays)[0];
 }
-
-}  // namespace
 
 std::string why_not_served(const mx::array& queries, const mx::array& keys, const mx::array& values,
                            const std::string& mask_mode, const std::optional<mx::array>& mask_arr,

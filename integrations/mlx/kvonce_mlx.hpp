@@ -10,7 +10,8 @@
 namespace kvonce::mlx {
 
 /// softmax(scale * q k^T + mask) v. On an Apple GPU by kvonce's kernels, which MLX compiles on the user's machine; what
-/// why_not_served() names goes to MLX's own function. Lazy as everything of MLX; derivatives and vmap are MLX's.
+/// why_not_served() names goes to MLX's own function. Lazy as everything of MLX. grad and vjp give
+/// MLX's gradients; jvp, vmap and export_function fail where kvonce serves, since MLX has no rules for kernels.
 ///
 /// queries: [num_seqs, num_q_heads, q_len, head_dim_qk]; float32, float16 or bfloat16.
 /// keys:    [num_seqs, num_kv_heads, kv_len, head_dim_qk], not repeated, any strides; num_q_heads is a multiple of num_kv_heads.

@@ -16,8 +16,6 @@ namespace {
 
 namespace mx = ::mlx::core;
 
-constexpr int kMinElements = 8;  // MLX passes smaller arrays in another address space
-
 constexpr std::string_view kPlace = R"(
   kvonce_metal::Place place;
   place.x = int(threadgroup_position_in_grid.x);
@@ -33,6 +31,11 @@ constexpr std::string_view kAttend = R"(
   buffers.q = q;
   buffers.k = k;
   buffers.v = v;
+  buffers.k_strides = k_strides;
+  buffers.v_strides = v_strides;
+)";
+
+constexpr std::string_view kBuffers = R"(
   buffers.kv_lens = kv_lens;
   buffers.kv_starts = kv_starts;
   buffers.mask = (const device unsigned char*)mask;
@@ -40,8 +43,6 @@ constexpr std::string_view kAttend = R"(
   buffers.params = params;
   buffers.scalars = scalars;
   buffers.q_strides = q_strides;
-  buffers.k_strides = k_strides;
-  buffers.v_strides = v_strides;
   buffers.mask_strides = mask_strides;
   buffers.partial_o = partial_o;
   buffers.partial_sums = partial_sums;
@@ -67,7 +68,7 @@ mx::fast::CustomKernelFunction make_attend(const std::string& body, std::string_
   return mx::fast::metal_kernel(
       "kvonce_attend_" + body, {"q", "k", "v", "kv_lens", "kv_starts", "mask", "alibi_slopes", "params", "scalars"},
       {"partial_o", "partial_sums"},
-      text({kAttend, kPlace, "\n  kvonce_metal::attend_", body, "<", arguments, ">(buffers, shared, place);\n"}),
+      text({kAttend, kBuffers, kPlace, "\n  kvonce_metal::attend_", body, "<", arguments, ">(buffers, shared, place);\n"}),
       text({kParamsSource, kDialectSource, kWorkSource, kTokensSource, kJoinSource, body_source}), false);
 }
 

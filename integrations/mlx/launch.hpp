@@ -13,6 +13,8 @@
 
 namespace kvonce::mlx {
 
+constexpr int kMinElements = 8;  // of an array: MLX passes smaller ones in another address space
+
 /// A call whose arguments are right: q, k and v are of one dtype, dims and heads fit.
 struct Call {
   ::mlx::core::array q;
@@ -35,5 +37,8 @@ metal::Decision plan_of(const Call& call, const Device& gpu);
 /// `verbose`: MLX prints the kernels' text.
 std::pair<::mlx::core::array, ::mlx::core::array> launch(const metal::Decision& plan, const Call& call,
                                                          ::mlx::core::StreamOrDevice s, bool verbose = false);
+
+/// launch()'s out, as a function for which grad and vjp get what MLX's own function gives.
+::mlx::core::array attend(const metal::Decision& plan, const Call& call, ::mlx::core::StreamOrDevice s);
 
 }  // namespace kvonce::mlx

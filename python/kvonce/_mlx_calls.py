@@ -74,9 +74,10 @@ def _serve_quantized(queries, q_keys, q_values, scale, mask, group_size, bits):
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         raise Fallback("a quantised cache and a mask that differs by head")
     _require_serveable(queries.shape, shape[3], causal)
-    if backend_of(None) is not _mlx_cpu:
-        raise Fallback("a quantised cache on a device that is not the CPU")
-    out, kernel = _mlx_cpu.attend_quantized(queries, q_keys, q_values, scale, causal, mask, group_size, bits, dtype)
+    backend = backend_of(None)
+    if backend is _mlx_cuda:
+        raise Fallback("CUDA: a quantised cache")
+    out, kernel = backend.attend_quantized(queries, q_keys, q_values, scale, causal, mask, group_size, bits, dtype)
     count_served(kernel)
     return out
 

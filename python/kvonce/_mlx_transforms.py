@@ -30,9 +30,9 @@ def attend_by_mlx(scale, causal, has_mask, has_sinks):
 
 
 def transformable(run, by_mlx):
-    """run(*arrays) for mx.grad, mx.vjp, mx.jvp and, where arrays need no values, mx.vmap.
-
-    They get what by_mlx(*arrays) gives: to them the result of a kernel would be a constant.
+    """run(*arrays) for mx.grad, mx.vjp and mx.jvp, which get what by_mlx(*arrays) gives: to them the result of a kernel
+    would be a constant. On Metal only vjp helps: jvp and vmap go into the function whatever its own rules say, and find a
+    kernel, for which MLX has none.
     """
     function = mx.custom_function(run)
 
@@ -51,10 +51,5 @@ def transformable(run, by_mlx):
             return by_mlx(*(given.get(i, primal) for i, primal in enumerate(primals)))
 
         return mx.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1][0]
-
-    @function.vmap
-    def _(arrays, axes):
-        count_fallback("inside mx.vmap")
-        return mx.vmap(by_mlx, in_axes=tuple(axes))(*arrays), 0
 
     return function

@@ -67,6 +67,8 @@ TEST(MlxAttentionTest, WithoutAGpuCallsGoToMlx) {
   EXPECT_EQ(why_not_served(t.q, t.k, t.v), "a device that is not an Apple GPU");
   EXPECT_EQ(why_not_served(normal({2, 8, 65, 64}), t.k, t.v), "prefill: more than 64 query tokens");
   EXPECT_EQ(why_not_served(normal({2, 8, 51, 64}), t.k, t.v, "causal"), "a row that sees no key");
+  EXPECT_EQ(why_not_served(normal({1, 1, 1, 4}), normal({1, 1, 3, 4}), normal({1, 1, 3, 4})),
+            "fewer than 8 elements of q, K or V");
   EXPECT_EQ(why_not_served(mx::astype(t.q, mx::float16), t.k, mx::astype(t.v, mx::float16)),
             "K and V of other dtypes than the result");
   const std::vector<std::pair<std::string, std::optional<mx::array>>> masks = {
@@ -129,6 +131,37 @@ TEST(MlxAttentionTest, KernelsAreWrittenAsTheParametersSay) {
     for (const char c : text) ASSERT_LT(static_cast<unsigned char>(c), 128);
     EXPECT_EQ(text.find("#include"), std::string::npos);
   }
+}
+
+TEST(MlxAttentionTest, GradientsAreThoseOfMlx) {
+  const Tensors t;
+  const std::optional<mx::array> mask = normal({1, 50});
+  const std::optional<mx::array> sinks = normal({8});
+  const Call call{t.q, t.k, t.v, mask, sinks, 0.125F, false};
+  const metal::Decision plan = plan_of(call, gpu_of_architecture("applegpu_g14s"));
+  using Arrays = std::vector<mx::array>;
+  const auto ours = [&](const Arrays& a) {
+    return Arrays{attend(plan, {a[0], a[1], a[2], a[3], a[4], 0.125F, false}, {})};
+  };
+  const auto by_mlx = [&](const Arrays& a) {
+    return Arrays{mx::fast::scaled_dot_product_attention(a[0], a[1], a[2], 0.125F, "array", a[3], a[4])};
+  };
+  const Arrays primals = {t.q, t.k, t.v, *mask, *sinks};
+  const auto compare = [&](const auto& gradients_of) {
+    // A trace may contain kernels that it does not run.
+    const std::string file = testing::TempDir() + "/kvonce_mlx_gradients.mlxfn";
+    mx::export_function(
+        file, [&](const Arrays& a) { return gradients_of(ours, a); }, primals);
+    const Arrays got = mx::import_function(file)(primals);
+    const Arrays expected = gradients_of(by_mlx, primals);
+    ASSERT_EQ(got.size(), expected.size());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_TRUE(mx::allclose(got[i], expected[i], 1e-4, 1e-5).item<bool>()) << i;
+      EXPECT_GT(mx::max(mx::abs(expected[i])).item<float>(), 0.0F);
+    }
+  };
+  using Function = std::function<Arrays(const Arrays&)>;
+  compare([&](const Function& f, const Arrays& a) { return mx::vjp(f, a, {mx::ones({2, 8, 1, 64})}).second; });
 }
 
 TEST(MlxAttentionTest, GenerationsBecomeFamilies) {
