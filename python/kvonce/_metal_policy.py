@@ -158,7 +158,8 @@ def _live_floats(body, row_tile, s):
         return 2 * _ceil_div(s.dim_v, 8) + _ceil_div(_ceil_div(s.dim_qk, 8) * s.q_bytes, 2) + 20 + affine
     scores = 0 if body == PER_HEAD else 32
     lanes_qk, lanes_v = _lanes_of(s.dim_qk), _lanes_of(s.dim_v)
-    return row_tile * (lanes_qk + lanes_v) + scores + max(lanes_qk, lanes_v) + 8 + affine
+    q_floats = _ceil_div(lanes_qk * s.q_bytes, 4)  # as stored
+    return row_tile * (q_floats + lanes_v) + scores + max(lanes_qk, lanes_v) + 8 + affine
 
 
 def _slots(body, row_tile, row_tiles, s):

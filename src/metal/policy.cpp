@@ -113,7 +113,7 @@ std::int64_t live_floats_of(Body body, std::int64_t row_tile, const Shape& s) {
   const std::int64_t scores = body == Body::per_head ? 0 : 32;
   const std::int64_t qk = lanes_of(s.dim_qk);
   const std::int64_t v = lanes_of(s.dim_v);
-  return row_tile * (qk + v) + scores + std::max(qk, v) + 8 + affine;
+  return row_tile * (ceil_div(qk * s.q_bytes, 4) + v) + scores + std::max(qk, v) + 8 + affine;  // q as stored
 }
 
 /// Issue slots of a simdgroup per 64 (row, token) pairs of full row tiles: instructions counted, each with its cost on Apple7 and
