@@ -222,8 +222,9 @@ void require_place(const Array& array, const char* name, Place place) {
 }
 
 Mask import_mask(nb::handle object) {
-  refuse_gradients(object, "mask");
   Mask mask;
+  if (object.is_none()) return mask;
+  refuse_gradients(object, "mask");
   if (describe(object, false, mask.array) &&
       (mask.array.type == nb::dtype<bool>() || mask.array.type == nb::dtype<std::uint8_t>())) {
     mask.kind = MaskKind::boolean;

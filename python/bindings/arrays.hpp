@@ -56,7 +56,8 @@ Array import_array(nb::handle object, const char* name, bool writable = false);
 /// import_array(), and where the last dim is not contiguous.
 Array import_codes(nb::handle object, const char* name, int bits);
 
-/// A mask: bool or uint8 (0 hides) is `boolean`, f32, f16 and bf16 are `additive`. Errors as import_array().
+/// A mask: bool or uint8 (0 hides) is `boolean`, f32, f16 and bf16 are `additive`, None is none. Errors as
+/// import_array().
 struct Mask {
   Array array;
   MaskKind kind = MaskKind::none;

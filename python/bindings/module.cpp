@@ -52,14 +52,12 @@ struct AttendOptions {
 };
 
 /// The parts of a problem that say which score rules a call has.
-void name_score_rules(const CallArguments& arguments, Problem& problem) {
+void name_score_rules(const CallArguments& arguments, const Mask& mask, Problem& problem) {
   problem.has_sinks = !arguments.sinks.is_none();
   problem.has_alibi = !arguments.alibi_slopes.is_none();
   problem.has_mask_slopes = !arguments.mask_slopes.is_none();
-  if (arguments.mask.is_none()) return;
-  const Mask mask = import_mask(arguments.mask);
   problem.mask = mask.kind;
-  problem.mask_dtype = mask.kind == MaskKind::additive ? mask.array.dtype : DType::f32;
+  if (mask.kind == MaskKind::additive) problem.mask_dtype = mask.array.dtype;
 }
 
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions& options, const Choices& choices,
@@ -106,10 +104,11 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions&
   problem.causal = options.causal;
   problem.window = options.window.value_or(0);
   problem.softcap = options.softcap;
-  name_score_rules(arguments, problem);
+  const Mask mask = import_mask(arguments.mask);
+  name_score_rules(arguments, mask, problem);
   problem.v_is_k_prefix = options.v_is_k_prefix;
   const std::shared_ptr<BoundPlan> plan = find_plan(problem, q_array.place, choices);
-  return plan->run(q, q_array, k_array, v_array, arguments);
+  return plan->run(q, q_array, k_array, v_array, mask, arguments);
 }
 
 void bind_plan(nb::module_& module) {

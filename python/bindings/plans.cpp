@@ -374,10 +374,10 @@ void BoundPlan::run_on_cuda(const Inputs& inputs, const Outputs& outputs, std::o
 nb::object BoundPlan::attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments) {
   if (is_foreign_cuda(q)) return attend_through_torch(std::bind_front(&BoundPlan::attend, this), q, k, v, arguments);
   return run(q, import_array(q, "q"), import_cache(k, "k", plan_.problem().k_format),
-             import_cache(v, "v", plan_.problem().v_format), arguments);
+             import_cache(v, "v", plan_.problem().v_format), import_mask(arguments.mask), arguments);
 }
 
-nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const Array& v,
+nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const Array& v, const Mask& mask,
                           const CallArguments& arguments) {
   const Problem& problem = plan_.problem();
   require_shape(q, "q", {problem.num_seqs, problem.num_q_heads, problem.q_len, problem.head_dim_qk});
@@ -403,9 +403,7 @@ nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const
   inputs.kv_len = std::min(kv_len, problem.max_kv_len);
   const Vectors vectors(problem, place(), arguments, inputs);
   const SideArrays side_arrays(problem, place(), kv_len, arguments, inputs);
-  Mask mask;
-  if (!arguments.mask.is_none()) {
-    mask = import_mask(arguments.mask);
+  if (mask.kind != MaskKind::none) {
     require_place(mask.array, "mask", place());
     broadcast_mask(mask, problem, kv_len, inputs);
   }

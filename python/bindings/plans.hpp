@@ -80,8 +80,9 @@ class BoundPlan {
   /// Returns out, or (out, lse). The GIL is released while the library runs.
   nb::object attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments);
 
-  /// As above, on what has been imported already; `like` is the object that q came from.
-  nb::object run(nb::handle like, const Array& q, const Array& k, const Array& v, const CallArguments& arguments);
+  /// As above, on what has been imported already; `like` is the object that q came from, `mask` arguments.mask.
+  nb::object run(nb::handle like, const Array& q, const Array& k, const Array& v, const Mask& mask,
+                 const CallArguments& arguments);
 
  private:
   using Workspace = std::unique_ptr<std::byte[]>;

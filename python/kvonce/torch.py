@@ -14,7 +14,7 @@ __all__ = ["scaled_dot_product_attention"]
 
 # No argument is for keywords alone: torch takes three microseconds longer to sort seven of them.
 _ARGUMENTS = ("(Tensor q, Tensor k, Tensor v, Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? sinks=None, "
-              "float? scale=None, bool causal=True, int window=0, float softcap=0.0)")
+              "float? scale=None, bool causal=True, int window=0, float softcap=0.0, Tensor? mask=None)")
 # Layouts that inductor would choose could give the last dim a stride.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides")
               if hasattr(torch.Tag, name))
@@ -22,27 +22,31 @@ _library = torch.library.Library("kvonce", "FRAGMENT")
 _library.define("attend" + _ARGUMENTS + " -> Tensor", tags=_TAGS)
 _library.define("attend.lse" + _ARGUMENTS + " -> (Tensor out, Tensor lse)", tags=_TAGS)
 
+_MASK_DTYPES = torch.bool, torch.float32, torch.float16, torch.bfloat16
+
 _choices_of_threads: dict[int | None, _core.Choices] = {}
 
 
-def _run(return_lse, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap):
+def _run(return_lse, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap, mask):
     if not torch.is_grad_enabled():  # a parameter may be used where no gradient is asked for
-        q, k, v, sinks = (tensor.detach() if tensor is not None and tensor.requires_grad else tensor
-                          for tensor in (q, k, v, sinks))
+        q, k, v, sinks, mask = (tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+                                for tensor in (q, k, v, sinks, mask))
     threads = None if q.is_cuda else torch.get_num_threads()
     choices = _choices_of_threads.get(threads)
     if choices is None:
         choices = _choices_of_threads[threads] = _core.Choices(None, threads, None, None)
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, False, None, None,
-                        return_lse, None, choices)
+                        return_lse, None, choices, None, mask)
 
 
-def _attend(q, k, v, kv_lens=None, kv_starts=None, sinks=None, scale=None, causal=True, window=0, softcap=0.0):
-    return _run(False, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap)
+def _attend(q, k, v, kv_lens=None, kv_starts=None, sinks=None, scale=None, causal=True, window=0, softcap=0.0,
+            mask=None):
+    return _run(False, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap, mask)
 
 
-def _attend_lse(q, k, v, kv_lens=None, kv_starts=None, sinks=None, scale=None, causal=True, window=0, softcap=0.0):
-    return _run(True, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap)
+def _attend_lse(q, k, v, kv_lens=None, kv_starts=None, sinks=None, scale=None, causal=True, window=0, softcap=0.0,
+                mask=None):
+    return _run(True, q, k, v, kv_lens, kv_starts, sinks, scale, causal, window, softcap, mask)
 
 
 def _attend_fake(q, k, v, *_, **__):
@@ -61,8 +65,8 @@ torch.library.register_fake("kvonce::attend.lse", _attend_lse_fake, lib=_library
 _operators = torch.ops.kvonce.attend.default, torch.ops.kvonce.attend.lse  # by return_lse
 
 
-def _refuse(argument, given, allowed, error=ValueError):
-    raise error(f"{argument}: got {given}, allowed: {allowed}")
+def _refuse(argument, given, allowed):
+    raise ValueError(f"{argument}: got {given}, allowed: {allowed}")
 
 
 def _require_tensor(name, tensor, query):
@@ -75,7 +79,7 @@ def _require_tensor(name, tensor, query):
                 "one without, or a call under torch.no_grad(): no gradients are computed")
 
 
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None,
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                                  dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                                  enable_gqa: bool = True, *, kv_lens: Tensor | None = None,
                                  kv_starts: Tensor | None = None, window: int = 0, softcap: float = 0.0,
@@ -89,9 +93,11 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     query: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64; float32, float16 or bfloat16.
     key: [num_seqs, num_kv_heads, kv_len, head_dim_qk], not repeated; num_q_heads is a multiple of num_kv_heads.
     value: [num_seqs, num_kv_heads, kv_len, head_dim_v]. Elements of the last dim lie side by side in all three.
-    attn_mask: None; masks as tensors are not served yet (NotImplementedError).
+    attn_mask: broadcastable to [num_seqs, num_q_heads, q_len, kv_len]; bool, False hides the key, or float32, float16 or
+        bfloat16, added to the scaled score, whatever query's dtype is. A hidden key's K and V are never multiplied: NaN
+        there stays there. Not with is_causal, as in torch; not on CUDA yet (NotImplementedError).
     dropout_p: 0.0.
-    is_causal: False: every query token sees every key.
+    is_causal: False: every query token sees every key that attn_mask shows.
     scale: of q.k; default head_dim_qk ** -0.5.
     enable_gqa: False refuses a num_q_heads other than num_kv_heads, as torch does.
     kv_lens: [num_seqs] tokens that count, 0 to kv_len; int32, on the CPU int64 too. Default: all of key. On CUDA it is
@@ -106,20 +112,24 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     Returns out,
     [num_seqs, num_q_heads, q_len, head_dim_v] of query's dtype, contiguous; with return_lse (out, lse), lse float32
     [num_seqs, num_q_heads, q_len], the natural logarithm of the sum of exponentials. A row that sees no key has out 0
-    and lse -inf. Messages of what the operator itself checks name query, key and value q, k and v.
+    and lse -inf. Messages of what the operator itself checks name query, key, value and attn_mask q, k, v and mask.
     """
-    if attn_mask is not None:
-        _refuse("attn_mask", f"an object of type {type(attn_mask).__name__}",
-                "None; use is_causal, window, kv_lens and kv_starts", NotImplementedError)
     if dropout_p != 0.0:
         _refuse("dropout_p", dropout_p, "0.0")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _require_tensor(name, tensor, query)
         if tensor.dim() != 4:
             _refuse(name, f"{tensor.dim()} dims", "4: [num_seqs, heads, tokens, head_dim]")
+    if attn_mask is not None:
+        _require_tensor("attn_mask", attn_mask, query)
+        if is_causal:
+            _refuse("attn_mask", "a tensor with is_causal=True", "one with is_causal=False, or None")
+        if attn_mask.dtype not in _MASK_DTYPES:
+            _refuse("attn_mask", f"dtype {attn_mask.dtype}", ", ".join(map(str, _MASK_DTYPES)))
     for name, vector in (("kv_lens", kv_lens), ("kv_starts", kv_starts), ("sinks", sinks)):
         if vector is not None:
             _require_tensor(name, vector, query)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         _refuse("enable_gqa", f"False for {query.shape[1]} query heads and {key.shape[1]} KV heads", "True")
-    return _operators[return_lse](query, key, value, kv_lens, kv_starts, sinks, scale, is_causal, window, softcap)
+    return _operators[return_lse](query, key, value, kv_lens, kv_starts, sinks, scale, is_causal, window, softcap,
+                                  attn_mask)

@@ -77,11 +77,11 @@ void check(const Geometry& g, const std::string& policy) {
   EXPECT_EQ(result.status, CaseResult::passed) << plan.kernel_id() << ", " << result.name << ": " << result.detail;
 }
 
-TEST(PlannedLaunchTest, WhatThePolicyChoosesGivesTheRightResult) {
+TEST(MetalPlannedLaunchTest, WhatThePolicyChoosesGivesTheRightResult) {
   for (const Geometry& g : kGeometries) check(g, "");
 }
 
-TEST(PlannedLaunchTest, SoDoesWhatIsAskedOf) {
+TEST(MetalPlannedLaunchTest, SoDoesWhatIsAskedOf) {
   for (const char* policy : {"body=1", "body=2", "body=3", "body=2,chunk_tokens=37", "splits=5,simdgroups=1",
                              "body=2,simdgroups=4", "body=1,row_tile=4,rows_per_worker=4", "body=2,splits=90"}) {
     check({16, 2, 128, 1}, policy);

@@ -407,6 +407,12 @@ class TorchOpTest(CudaTest):
         with self.assertRaisesRegex(ValueError, "^kv_lens: got a tensor on cpu"):
             scaled_dot_product_attention(q, k, v, kv_lens=lengths(777, 20).cpu())
 
+    def test_masks_are_refused(self):
+        q, k, v = tensors()
+        for mask, name in ((torch.ones(1, 777, dtype=torch.bool), "boolean"), (torch.zeros(1, 777), "additive")):
+            with self.assertRaisesRegex(NotImplementedError, f"mask {name} is not served by the cuda backend yet"):
+                scaled_dot_product_attention(q, k, v, mask.to(q.device))
+
     def check_compiled(self, **options):
         torch._dynamo.reset()
         layers = [tensors(kv_len=4096, seed=seed) for seed in range(3)]

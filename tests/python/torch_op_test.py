@@ -30,13 +30,17 @@ def wide(tensor):
 
 @unittest.skipIf(torch is None, "torch is not installed")
 class TorchOpTest(unittest.TestCase):
-    def check(self, arrays, is_causal=False, kv_lens=None, kv_starts=None, sinks=None, function=None, **options):
+    def check(self, arrays, is_causal=False, kv_lens=None, kv_starts=None, sinks=None, attn_mask=None, function=None,
+              **options):
         """Compares out and lse with the oracle's; returns out."""
+        mask = None if attn_mask is None else (attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()).numpy()
         numbers = {name: None if tensor is None else tensor.numpy()
                    for name, tensor in (("kv_lens", kv_lens), ("kv_starts", kv_starts), ("sinks", sinks))}
-        expected, expected_lse = attention(*map(wide, arrays), causal=is_causal, **numbers, **options)
+        expected, expected_lse = attention(*map(wide, arrays), causal=is_causal, mask=mask, **numbers,
+                                            **options)
         out, lse = (function or scaled_dot_product_attention)(
-            *arrays, is_causal=is_causal, kv_lens=kv_lens, kv_starts=kv_starts, sinks=sinks, return_lse=True, **options)
+            *arrays, attn_mask, is_causal=is_causal, kv_lens=kv_lens, kv_starts=kv_starts, sinks=sinks, return_lse=True,
+            **options)
         self.assertEqual((out.dtype, lse.dtype), (arrays[0].dtype, torch.float32))
         self.assertTrue(out.is_contiguous() and lse.is_contiguous())
         self.assertLess(error(wide(out), expected), TOLERANCE[str(out.dtype).rpartition(".")[2]])
@@ -78,12 +82,78 @@ class TorchOpTest(unittest.TestCase):
         self.assertTrue(torch.allclose(torchs(is_causal=True), torchs(attn_mask=top_left), rtol=1e-4, atol=1e-5))
         self.assertFalse(torch.allclose(out, torchs(is_causal=True), rtol=1e-2, atol=1e-3))
 
+    def masks(self, shape):
+        """A boolean mask that hides two keys of three or none, and additive ones of three dtypes."""
+        generator = torch.Generator().manual_seed(2)
+        scores = torch.randn(shape, generator=generator)
+        shown = scores > -0.4
+        added = torch.where(shown, scores, -torch.inf)
+        return shown, added, added.half(), added.bfloat16()
+
+    def test_masks_are_torchs(self):
+        for dtype in DTYPES:
+            arrays = tensors(dtype, q_len=3)
+            for shape in ((2, 6, 3, 150), (2, 1, 3, 150), (1, 6, 1, 150), (6, 3, 150), (3, 150), (1, 150), (1, 1)):
+                for mask in self.masks(shape):
+                    with self.subTest(dtype=dtype, shape=shape, mask=mask.dtype):
+                        out = self.check(arrays, attn_mask=mask)
+                        torchs = torch.nn.functional.scaled_dot_product_attention(
+                            *(array.float() for array in arrays), mask if mask.dtype == torch.bool else mask.float(),
+                            enable_gqa=True)
+                        self.assertLess(error(wide(out), wide(torchs)), TOLERANCE[dtype])
+
+    def test_masks_with_other_options(self):
+        arrays = tensors(q_len=3)
+        lens, starts = torch.tensor([150, 20], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+        for mask in self.masks((2, 1, 3, 150)):
+            with self.subTest(mask=mask.dtype):
+                self.check(arrays, attn_mask=mask, kv_lens=lens, kv_starts=starts, window=60, softcap=3.0, scale=0.2,
+                           sinks=torch.linspace(-2, 3, 6))
+
+    def test_masks_of_any_strides(self):
+        arrays = tensors(q_len=3)
+        shown, added, _, _ = self.masks((3, 400))
+        for mask in (shown[:, 50:200], added[:, 1:301:2], added[:1, :150].expand(2, 6, 3, 150),
+                     self.masks((150, 3))[1].T):
+            self.check(arrays, attn_mask=mask)
+
+    def test_a_row_that_is_masked_altogether(self):
+        arrays = tensors(q_len=3)
+        shown = torch.ones(3, 150, dtype=torch.bool)
+        shown[1] = False
+        out = self.check(arrays, attn_mask=shown)
+        self.assertTrue((out[:, :, 1] == 0).all() and (out[:, :, 0] != 0).any())
+
+    def test_a_hidden_key_has_no_effect(self):
+        q, k, v = tensors(q_len=3)
+        shown = self.masks((150,))[0]
+        expected = scaled_dot_product_attention(q, k, v, shown)
+        k[:, :, ~shown] = torch.nan
+        v[:, :, ~shown] = torch.inf
+        self.assertTrue(torch.equal(scaled_dot_product_attention(q, k, v, shown), expected))
+
+    def test_masks_compiled_without_a_graph_break(self):
+        def step(q, k, v, mask):
+            # The mask is made inside, where inductor could choose its layout.
+            return scaled_dot_product_attention(q * 2, k, v, mask.T[None, None].contiguous())
+
+        for dtype in ("float32", "bfloat16"):
+            torch._dynamo.reset()
+            compiled = torch.compile(step, fullgraph=True)
+            arrays = tensors(dtype, q_len=3)
+            for mask in self.masks((150, 3))[:2]:
+                with self.subTest(dtype=dtype, mask=mask.dtype):
+                    self.assertTrue(torch.equal(compiled(*arrays, mask), step(*arrays, mask)))
+
     def test_the_operator_keeps_torchs_contracts(self):
         lens = torch.tensor([150, 20], dtype=torch.int32)
         for operator in (torch.ops.kvonce.attend.default, torch.ops.kvonce.attend.lse):
             for dtype in DTYPES:
                 options = {"kv_lens": lens, "kv_starts": lens // 2, "sinks": torch.ones(6), "window": 30}
-                torch.library.opcheck(operator, tensors(dtype, q_len=2, head_dim_v=32), options)
+                arrays = tensors(dtype, q_len=2, head_dim_v=32)
+                torch.library.opcheck(operator, arrays, options)
+                for mask in self.masks((2, 1, 2, 150))[:2]:
+                    torch.library.opcheck(operator, arrays, options | {"causal": False, "mask": mask})
             q, k, v = tensors()
             tokens_first = v.transpose(1, 2).contiguous().transpose(1, 2)
             torch.library.opcheck(operator, (q, k[:, :, ::2], tokens_first[:, :, ::2]))
@@ -150,8 +220,20 @@ class TorchOpTest(unittest.TestCase):
                 ((q.double(), k, v), {}, "^q: got dtype float64, allowed: float32, float16, bfloat16$")):
             with self.subTest(pattern=pattern), self.assertRaisesRegex(ValueError, pattern):
                 scaled_dot_product_attention(*arrays, **options)
-        with self.assertRaisesRegex(NotImplementedError, "^attn_mask: got an object of type Tensor, allowed: None"):
-            scaled_dot_product_attention(q, k, v, torch.ones(1, 150, dtype=torch.bool))
+        shown = torch.ones(1, 150, dtype=torch.bool)
+        for mask, options, pattern in (
+                (shown, {"is_causal": True}, "^attn_mask: got a tensor with is_causal=True, allowed: one with is_causal=False"),
+                (shown.int(), {}, "^attn_mask: got dtype torch.int32, allowed: torch.bool, torch.float32, torch.float16"),
+                (shown.byte(), {}, "^attn_mask: got dtype torch.uint8"),
+                (shown.to("meta"), {}, "^attn_mask: got a tensor on meta, allowed: one on cpu, query's device$"),
+                (shown.tolist(), {}, "^attn_mask: got an object of type list, allowed: a tensor on cpu"),
+                (shown.float().requires_grad_(), {}, "^attn_mask: got a tensor with requires_grad, .*no_grad"),
+                (shown[:, :149], {}, r"^mask: got shape \[1, 149\], allowed: one that broadcasts to \[2, 6, 1, 150\]$"),
+                (shown[None, None, None], {}, r"^mask: got shape \[1, 1, 1, 1, 150\]")):
+            with self.subTest(pattern=pattern), self.assertRaisesRegex(ValueError, pattern):
+                scaled_dot_product_attention(q, k, v, mask, **options)
+        with self.assertRaises(RuntimeError):  # torch's own refuses the two together as well
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, shown, is_causal=True, enable_gqa=True)
         with self.assertRaisesRegex(ValueError, "^q: got a tensor with requires_grad"):
             torch.ops.kvonce.attend(q.clone().requires_grad_(), k, v)
 
