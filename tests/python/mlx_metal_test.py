@@ -300,6 +300,32 @@ class MlxMetalEmulationTest(unittest.TestCase):
         for keys, values in ((k[:, :, 10:90], v[:, :, 10:90]), by_token, by_dim, (mx.broadcast_to(k[:1], k.shape), v)):
             self.compare(q, keys, values)
 
+    def test_a_model_of_mlx_lm(self):
+        """A tiny Llama with random weights: the same tokens, every layer of every decode step served, quantised caches too."""
+        try:
+            from mlx_lm.generate import generate_step
+            from mlx_lm.models import llama
+        except ModuleNotFoundError:
+            self.skipTest("mlx-lm is not installed")
+        mx.random.seed(0)
+        model = llama.Model(llama.ModelArgs(
+            model_type="llama", hidden_size=128, num_hidden_layers=2, intermediate_size=64, num_attention_heads=6,
+            num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5, vocab_size=97))
+        for options in ({}, dict(kv_bits=8, kv_group_size=64, quantized_kv_start=0)):
+            def generate():
+                steps = generate_step(mx.arange(80), model, max_tokens=4, **options)
+                return [int(token) for token, _ in steps]
+
+            expected = generate()
+            with self.host.in_use(), km.patch():
+                km.reset_stats()
+                tokens = generate()
+                counted = km.stats()
+            self.assertEqual(tokens, expected)
+            self.assertEqual(counted["served"], 2 * 5)
+            self.assertEqual(counted["fallbacks"], {"prefill: more than 64 query tokens": 2})
+            self.assertTrue(all(kernel.startswith("metal ") for kernel in counted["kernels"]))
+
     def test_rows_without_keys_are_zero(self):
         q, k, v = qkv(1, 8, 2, 3, 20, 64)
         shown = mx.ones((3, 20), dtype=mx.bool_)
