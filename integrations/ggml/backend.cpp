@@ -73,7 +73,7 @@ void run_on_team(void* stream, std::int64_t count, void (*body)(void*, std::int6
 void attend_node(Stream& stream, const ggml_tensor& node) {
   Problem problem;
   if (const char* reason = read_problem(host, node, problem)) throw Error(ErrorCode::Unsupported, reason);
-  const std::shared_ptr<CachedPlan> found = plans().find(problem, device_of(stream));
+  const std::shared_ptr<CachedPlan> found = plans().find(problem, device_of(stream), plan_options(problem));
   const Plan& plan = found->plan;
   if (stream.workspace_bytes < plan.workspace_bytes()) {
     stream.workspace_bytes = 0;
@@ -205,7 +205,7 @@ bool device_supports_op(ggml_backend_dev_t /*device*/, const ggml_tensor* node) 
   }
   try {
     static const Device device = default_device();
-    static_cast<void>(plans().find(problem, device));
+    static_cast<void>(plans().find(problem, device, plan_options(problem)));
     return true;
   } catch (const Error& error) {
     count_declined(error.what());
