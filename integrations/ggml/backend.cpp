@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "host.hpp"
+#include "huge_pages.hpp"
 #include "kvonce_ggml.h"
 #include "op.hpp"
 #include "statistics.hpp"
@@ -30,6 +31,7 @@ struct Stream {
   std::vector<std::int32_t> kv_lens;
   std::vector<float> slopes;
   float slopes_max_bias = 0.0F;
+  HugePages huge_pages;
   std::unique_ptr<std::byte[]> workspace;
   std::size_t workspace_bytes = 0;
 };
@@ -88,6 +90,10 @@ void attend_node(Stream& stream, const ggml_tensor& node) {
     const Cells cells = visible_cells(node, seq);
     stream.kv_starts.push_back(cells.begin);
     stream.kv_lens.push_back(cells.end);
+    for (const ggml_tensor* cache : {node.src[1], node.src[2]}) {
+      stream.huge_pages.visit(static_cast<const char*>(cache->data) + static_cast<std::size_t>(seq) * cache->nb[3],
+                              static_cast<std::size_t>(cells.end) * cache->nb[1]);
+    }
   }
   in.kv_starts = stream.kv_starts.data();
   in.kv_lens = stream.kv_lens.data();

@@ -242,6 +242,12 @@ class Call {
     const shared::TokenRange keys = seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
     const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
     t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
+    t.pair_dot = data_.policy.pair_dot != 0;
+    t.row_tile = data_.policy.row_tile;
+    t.step_tokens = data_.policy.step_tokens;
+    t.prefetch_tokens = data_.policy.prefetch_tokens;
+    t.prefetch_lines = data_.policy.prefetch_lines;
+    t.prefetch_level = data_.policy.prefetch_level;
     t.k_fetch_bytes = format_bytes(p_.k_format, p_.head_dim_qk);
     t.v_fetch_bytes = format_bytes(p_.v_format, p_.head_dim_v);
     t.k_fetch = t.k;
@@ -249,6 +255,8 @@ class Call {
     t.num_fetchers = 1;
     t.starts_cold = starts_cold;
     if (num_items > 1) {
+      // Even where a stream alone needs no requests: none of the processor's prefetchers follows several strided ones.
+      if (t.prefetch_tokens == 0) t.prefetch_tokens = t.step_tokens;
       const std::int64_t heads = items[num_items - 1].kv_head - items[0].kv_head;
       t.k_fetch_bytes += heads * in_.k.head_stride * element_bytes(p_.k_format);
       t.v_fetch_bytes += heads * in_.v.head_stride * element_bytes(p_.v_format);
@@ -259,12 +267,6 @@ class Call {
       t.fetcher_idx = idx;
       t.num_fetchers = num_items;
     }
-    t.pair_dot = data_.policy.pair_dot != 0;
-    t.row_tile = data_.policy.row_tile;
-    t.step_tokens = data_.policy.step_tokens;
-    t.prefetch_tokens = data_.policy.prefetch_tokens;
-    t.prefetch_lines = data_.policy.prefetch_lines;
-    t.prefetch_level = data_.policy.prefetch_level;
     t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot * data_.policy.heads_per_step + idx) *
                                                         data_.workspace.scratch_bytes);
     const std::int64_t first = first_partial(item) + item.chunk * data_.rows_per_stream;

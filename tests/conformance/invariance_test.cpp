@@ -69,9 +69,9 @@ TEST_P(InvarianceTest, PrefetchesChangeNoBit) {
 // Heads side by side in memory, a step of each in turn or one after the other; with masks that differ from head to head.
 TEST_P(InvarianceTest, HeadsPerStepChangesNoBit) {
   for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0}) {
-    for (const std::int64_t kv_heads : {2, 3, 5, 9}) {
+    for (const std::int64_t kv_heads : {2, 3, 9}) {
       for (const MaskKind mask : {MaskKind::none, MaskKind::boolean}) {
-        if (quick() && (kv_heads == 2 || kv_heads == 5)) continue;
+        if (quick() && kv_heads != 3) continue;
         CaseSpec spec = typical(2, format, 64, 3, kv_heads);
         if (format == KvFormat::q8_0) spec.problem.q_dtype = DType::f32;
         spec.options.policy.step_tokens = 16;

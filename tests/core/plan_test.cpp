@@ -176,23 +176,6 @@ TEST(PlanTest, PrefetchesGoIntoL2WhereTheProcessorFollowsThem) {
   EXPECT_GT(make_plan(decode_problem(), known).policy().prefetch_tokens, 0);
 }
 
-// Equal parts of the heads; a step's K of a part's heads at most 128 KB, its rows at most 64.
-TEST(PlanTest, HeadsPerStepFitAWorkersCache) {
-  struct Case {
-    std::int64_t q_heads, kv_heads, dim, q_len, expected;
-  };
-  const Case cases[] = {{1, 1, 64, 1, 1},   {9, 3, 64, 1, 3},    {32, 8, 64, 1, 8},  {20, 10, 64, 1, 5},
-                        {32, 8, 128, 1, 4}, {32, 32, 128, 1, 4}, {20, 5, 128, 1, 3}, {32, 4, 128, 2, 4},
-                        {32, 4, 128, 3, 2}, {32, 4, 128, 9, 1},  {8, 8, 1024, 1, 4}, {22, 11, 64, 1, 6}};
-  for (const Case& c : cases) {
-    Problem p = decode_problem(c.q_heads, c.kv_heads);
-    p.head_dim_qk = p.head_dim_v = c.dim;
-    p.q_len = c.q_len;
-    EXPECT_EQ(make_plan(p, device()).policy().heads_per_step, c.expected)
-        << c.q_heads << "q/" << c.kv_heads << "kv d" << c.dim << " q_len " << c.q_len;
-  }
-}
-
 TEST(PlanTest, ChunkTokensGivenTwiceMustAgree) {
   PlanOptions options = with_chunk_tokens(512);
   options.policy.chunk_tokens = 512;
