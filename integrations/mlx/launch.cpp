@@ -68,7 +68,8 @@ mx::fast::CustomKernelFunction make_attend(const std::string& body, std::string_
   return mx::fast::metal_kernel(
       "kvonce_attend_" + body, {"q", "k", "v", "kv_lens", "kv_starts", "mask", "alibi_slopes", "params", "scalars"},
       {"partial_o", "partial_sums"},
-      text({kAttend, kBuffers, kPlace, "\n  kvonce_metal::attend_", body, "<", arguments, ">(buffers, shared, place);\n"}),
+      text({kAttend, kBuffers, kPlace, "\n  kvonce_metal::attend_", body, "<", arguments,
+            ">(buffers, shared, place);\n"}),
       text({kParamsSource, kDialectSource, kWorkSource, kTokensSource, kJoinSource, body_source}), false);
 }
 

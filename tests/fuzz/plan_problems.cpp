@@ -219,9 +219,10 @@ std::string judge(const Plan& plan) {
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
   if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
   if (policy.prefetch_level < 1) return "policy.prefetch_level " + std::to_string(policy.prefetch_level);
+  if (policy.heads_per_step < 1) return "policy.heads_per_step " + std::to_string(policy.heads_per_step);
   const core::WorkspaceLayout& layout = plan.data().workspace;
-  for (const std::size_t offset : {layout.item_starts, layout.counters, layout.partial_lse, layout.partial_o,
-                                   layout.scratch, layout.scratch_bytes}) {
+  for (const std::size_t offset : {layout.item_starts, layout.runs, layout.counters, layout.partial_lse,
+                                   layout.partial_o, layout.scratch, layout.scratch_bytes}) {
     if (offset > layout.total_bytes) return "a part of the workspace begins after its end";
   }
   if (!p.scale.has_value() || p.head_dim_v < 1) return "the problem was not resolved";

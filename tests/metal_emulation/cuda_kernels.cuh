@@ -57,13 +57,21 @@ __global__ void attend_per_head(AttendArgs args) {
 }
 template <typename T>
 __device__ kvonce_metal::AffineTensor<T> affine_k(const AttendArgs& a) {
-  return {static_cast<const unsigned char*>(a.k), static_cast<const T*>(a.k_scales), static_cast<const T*>(a.k_biases),
-          a.k_strides, a.k_scales_strides, a.k_biases_strides};
+  return {static_cast<const unsigned char*>(a.k),
+          static_cast<const T*>(a.k_scales),
+          static_cast<const T*>(a.k_biases),
+          a.k_strides,
+          a.k_scales_strides,
+          a.k_biases_strides};
 }
 template <typename T>
 __device__ kvonce_metal::AffineTensor<T> affine_v(const AttendArgs& a) {
-  return {static_cast<const unsigned char*>(a.v), static_cast<const T*>(a.v_scales), static_cast<const T*>(a.v_biases),
-          a.v_strides, a.v_scales_strides, a.v_biases_strides};
+  return {static_cast<const unsigned char*>(a.v),
+          static_cast<const T*>(a.v_scales),
+          static_cast<const T*>(a.v_biases),
+          a.v_strides,
+          a.v_scales_strides,
+          a.v_biases_strides};
 }
 template <typename T, int kDimQk, int kDimV, int kRows, int kBits, int kGroup>
 __global__ void attend_affine_vector(AttendArgs args) {
@@ -98,16 +106,17 @@ struct MergeKernel {
   CudaMerge kernel;
 };
 
-#define KVONCE_METAL_ATTEND_VECTOR(T, qk, v, rows) {{Body::vector, kDType<T>, qk, v, rows}, attend_vector<T, qk, v, rows>},
-#define KVONCE_METAL_ATTEND_OTHER(T, qk, v)                           \
-  {{Body::matrix, kDType<T>, qk, v, 8}, attend_matrix<T, qk, v>},     \
-  {{Body::per_head, kDType<T>, qk, v, 1}, attend_per_head<T, qk, v>}, \
-  {{Body::vector, kDType<T>, qk, v, 8}, attend_vector<T, qk, v, 8>},
+#define KVONCE_METAL_ATTEND_VECTOR(T, qk, v, rows) \
+  {{Body::vector, kDType<T>, qk, v, rows}, attend_vector<T, qk, v, rows>},
+#define KVONCE_METAL_ATTEND_OTHER(T, qk, v)                               \
+  {{Body::matrix, kDType<T>, qk, v, 8}, attend_matrix<T, qk, v>},         \
+      {{Body::per_head, kDType<T>, qk, v, 1}, attend_per_head<T, qk, v>}, \
+      {{Body::vector, kDType<T>, qk, v, 8}, attend_vector<T, qk, v, 8>},
 #define KVONCE_METAL_ATTEND_DIMS(qk, v) \
   KVONCE_METAL_ATTEND_OTHER(half, qk, v) KVONCE_METAL_ATTEND_VECTOR(half, qk, v, 4)
 #define KVONCE_METAL_ATTEND_AFFINE(T, qk, v, rows, bits, group)                                             \
   {{Body::vector, kDType<T>, qk, v, rows, bits, group}, attend_affine_vector<T, qk, v, rows, bits, group>}, \
-  {{Body::matrix, kDType<T>, qk, v, 8, bits, group}, attend_affine_matrix<T, qk, v, bits, group>},
+      {{Body::matrix, kDType<T>, qk, v, 8, bits, group}, attend_affine_matrix<T, qk, v, bits, group>},
 #define KVONCE_METAL_MERGE(T, qk, v) {kDType<T>, v, merge_partials<T, v>},
 
 }  // namespace
