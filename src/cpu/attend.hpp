@@ -271,12 +271,13 @@ void accumulate_block(Row<S, format> v, std::int64_t first, std::int64_t token_s
   using E = typename S::template Elements<format>;
   constexpr std::int64_t kBytes = row_bytes(format, vectors * S::width);
   constexpr std::int64_t kBlock = shared::kGgmlBlockValues;
-  if constexpr (!is_block(format)) {
-    v += first;
-    first = 0;
-  } else if constexpr (is_ggml(format)) {
+  const std::int64_t base = is_affine(format) ? first : 0;
+  if constexpr (is_ggml(format)) {
     v += static_cast<std::uint64_t>(first) / kBlock;
     first = vectors * S::width % kBlock == 0 ? 0 : first % kBlock;
+  } else {
+    if constexpr (!is_affine(format)) v += first;
+    first = 0;
   }
   Vec acc[rows][vectors];
   KVONCE_UNROLL
@@ -284,11 +285,11 @@ void accumulate_block(Row<S, format> v, std::int64_t first, std::int64_t token_s
     KVONCE_UNROLL
     for (int i = 0; i < vectors; ++i) acc[r][i] = S::load(o + i * o_stride + r * S::width);
   }
-  const auto add_token = [&acc, first](const Row<S, format>& values, const float* weights) KVONCE_INLINE_ON_ARM {
+  const auto add_token = [&acc, first, base](const Row<S, format>& values, const float* weights) KVONCE_INLINE_ON_ARM {
     Vec value[vectors];
     KVONCE_UNROLL
     for (int i = 0; i + 1 < vectors; i += 2)
-      load_pair_at<S, format>(values, i * S::width / kBlock * kBlock, i * S::width % kBlock + first, value[i],
+      load_pair_at<S, format>(values, base + i * S::width / kBlock * kBlock, i * S::width % kBlock + first, value[i],
                               value[i + 1]);
     if constexpr (vectors % 2 == 1) value[vectors - 1] = E::load(values + (vectors - 1) * S::width);
     if constexpr (S::kHasLanes && rows >= 3) {

@@ -71,13 +71,13 @@ constexpr std::int64_t dims_per_turn(KvFormat format) {
 }
 
 /// Values [dim + first, dim + first + 2 * width) of a row; of block formats dim is a multiple of 32, or of a pair where first is 0,
-/// and first is below 32. A block is dequantised here, in registers, once for every row of the tile.
+/// and both lie in one block. A block is dequantised here, in registers, once for every row of the tile.
 template <class S, KvFormat format>
 KVONCE_INLINE inline void load_pair_at(const Row<S, format>& row, std::int64_t dim, std::int64_t first,
                                        typename S::Vec& a, typename S::Vec& b) {
   using E = typename S::template Elements<format>;
   if constexpr (is_affine(format)) {
-    const std::int64_t group = (dim + first) >> row.group_log2;
+    const std::int64_t group = dim >> row.group_log2;  // of the whole block: its pairs share what they load
     E::load_pair(row.codes + row_bytes(format, dim + first), row.scales[group], row.biases[group], a, b);
   } else if constexpr (is_ggml(format)) {
     E::load_pair(row + static_cast<std::uint64_t>(dim) / shared::kGgmlBlockValues, static_cast<int>(first), a, b);
