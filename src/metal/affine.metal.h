@@ -103,8 +103,9 @@ KV_FN void attend_affine_vector(KV_THREAD const AttendBuffers<T>& b, KV_THREAD c
                                 KV_THREAD const AffineTensor<T>& v, KV_THREADGROUP float* shared,
                                 KV_THREAD const Place& place) {
   const Work w = find_work(b, place, kRows, step_tokens(false, kRows));
-  run_vector_tile<kDimQk, kDimV, kRows>(b, shared, place, w, affine_rows<kBits, kGroup>(k, w),
-                                        affine_rows<kBits, kGroup>(v, w));
+  const AffineRows<T, kBits, kGroup> k_rows = affine_rows<kBits, kGroup>(k, w);
+  const AffineRows<T, kBits, kGroup> v_rows = affine_rows<kBits, kGroup>(v, w);
+  run_vector_tile<kDimQk, kDimV, kRows>(b, shared, place, w, k_rows, v_rows);
 }
 
 /// As attend_matrix; b.k and b.v are not used.
@@ -113,8 +114,9 @@ KV_FN void attend_affine_matrix(KV_THREAD const AttendBuffers<T>& b, KV_THREAD c
                                 KV_THREAD const AffineTensor<T>& v, KV_THREADGROUP float* shared,
                                 KV_THREAD const Place& place) {
   const Work w = find_work(b, place, 8, step_tokens(true, 8));
-  run_matrix_tile<kDimQk, kDimV>(b, shared, place, w, affine_rows<kBits, kGroup>(k, w),
-                                 affine_rows<kBits, kGroup>(v, w));
+  const AffineRows<T, kBits, kGroup> k_rows = affine_rows<kBits, kGroup>(k, w);
+  const AffineRows<T, kBits, kGroup> v_rows = affine_rows<kBits, kGroup>(v, w);
+  run_matrix_tile<kDimQk, kDimV>(b, shared, place, w, k_rows, v_rows);
 }
 
 }  // namespace kvonce_metal

@@ -64,7 +64,8 @@ struct VectorTile {
   KV_FN void load_row_tile(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w) {
     KV_UNROLL
     for (int row = 0; row < kRows; row++) {
-      load_dims<kDimQk, T>(q_row(b, w, place_of(b, w, w.row_begin + row)), b.q_strides[3], true, lane, q[row]);
+      const RowPlace of_row = place_of(b, w, w.row_begin + row);
+      load_dims<kDimQk, T>(q_row(b, w, of_row), b.q_strides[3], true, lane, q[row]);
       KV_UNROLL
       for (int e = 0; e < kVCount; e++) o[row][e] = 0.0f;
     }
@@ -178,8 +179,9 @@ template <typename T, int kDimQk, int kDimV, int kRows>
 KV_FN void attend_vector(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP float* shared,
                          KV_THREAD const Place& place) {
   const Work w = find_work(b, place, kRows, step_tokens(false, kRows));
-  run_vector_tile<kDimQk, kDimV, kRows>(b, shared, place, w, device_rows(b.k, b.k_strides, w),
-                                        device_rows(b.v, b.v_strides, w));
+  const Rows<T, KV_DEVICE const T*> k = device_rows(b.k, b.k_strides, w);
+  const Rows<T, KV_DEVICE const T*> v = device_rows(b.v, b.v_strides, w);
+  run_vector_tile<kDimQk, kDimV, kRows>(b, shared, place, w, k, v);
 }
 
 }  // namespace kvonce_metal

@@ -218,8 +218,9 @@ template <typename T, int kDimQk, int kDimV>
 KV_FN void attend_matrix(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP float* shared,
                          KV_THREAD const Place& place) {
   const Work w = find_work(b, place, 8, step_tokens(true, 8));
-  run_matrix_tile<kDimQk, kDimV>(b, shared, place, w, device_rows(b.k, b.k_strides, w),
-                                 device_rows(b.v, b.v_strides, w));
+  const Rows<T, KV_DEVICE const T*> k = device_rows(b.k, b.k_strides, w);
+  const Rows<T, KV_DEVICE const T*> v = device_rows(b.v, b.v_strides, w);
+  run_matrix_tile<kDimQk, kDimV>(b, shared, place, w, k, v);
 }
 
 }  // namespace kvonce_metal

@@ -49,7 +49,8 @@ KV_FN void join_token_parts(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const
       joined.l = multiply_add(weight, area.sums[(part * kRows + row) * 2 + 1], joined.l);
       o = multiply_add(weight, area.o[(part * count + row - first) * kDimV + dim], o);
     }
-    const int64_t at = partial_index(b, place_of(b, w, w.row_begin + row), place.x);
+    const RowPlace row_place = place_of(b, w, w.row_begin + row);
+    const int64_t at = partial_index(b, row_place, place.x);
     b.partial_o[at * kDimV + dim] = o * inverse_of(joined);
     if (dim == 0) put_sum(b, at, joined);
   }
@@ -66,7 +67,8 @@ KV_FN void store_partial(KV_THREAD Tile& tile, KV_THREAD const AttendBuffers<T>&
     for (int row = 0; row < kRows; row++) {
       const RowSum sum = tile.row_sum(row);
       if (w.row_begin + row < w.num_rows) {
-        const int64_t at = partial_index(b, place_of(b, w, w.row_begin + row), place.x);
+        const RowPlace row_place = place_of(b, w, w.row_begin + row);
+        const int64_t at = partial_index(b, row_place, place.x);
         tile.put_values(row, inverse_of(sum), b.partial_o + at * kDimV);
         if (place.lane == 0) put_sum(b, at, sum);
       }

@@ -48,7 +48,7 @@ KV_FN int matrix_row(int lane) { return (lane & 16) / 4 + (lane & 6) / 2; }
 KV_FN int matrix_column(int lane) { return (lane & 8) / 2 + (lane & 1) * 2; }
 
 /// A call, since a kernel has hundreds. Element by element: a's row comes from the four lanes that hold it, b's columns from the eight.
-__device__ __noinline__ void matrix_multiply_add(float2& d, float2 a, float2 b) {
+static __device__ __noinline__ void matrix_multiply_add(float2& d, float2 a, float2 b) {
   const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
