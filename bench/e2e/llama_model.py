@@ -2,6 +2,7 @@
 import ctypes
 import importlib.util
 import pathlib
+import struct
 
 import llama_cpp
 import llama_cpp.llama_cpp as c
@@ -42,6 +43,55 @@ class Model:
         tokens = (c.llama_token * (len(data) + 8))()
         count = c.llama_tokenize(self.vocab, data, len(data), tokens, len(tokens), True, False)
         return list(tokens[:count])
+
+
+def _repeat_cells(state, count):
+    """The state of a context with one sequence in one stream, its cells repeated until there are `count`. llama.cpp writes the
+    model's name, the cells' positions and sequences, then every layer's K and every layer's V: rows of cells, or of transposed V
+    each value of every cell."""
+    at = 0
+    out = []
+
+    def copy(form):
+        nonlocal at
+        values = struct.unpack_from(form, state, at)
+        out.append(state[at:at + struct.calcsize(form)])
+        at += struct.calcsize(form)
+        return values
+
+    def repeat(row_bytes):
+        nonlocal at
+        rows = state[at:at + cells * row_bytes]
+        out.append((rows * (count // cells + 1))[:count * row_bytes])
+        at += len(rows)
+
+    name_bytes, = copy("<I")
+    copy(f"{name_bytes}s")
+    num_streams, cells = struct.unpack_from("<II", state, at)
+    if num_streams != 1:
+        raise RuntimeError(f"the cache has {num_streams} streams, not 1")
+    at += 8
+    for _ in range(cells):
+        _, num_seqs, seq = struct.unpack_from("<iIi", state, at)
+        if (num_seqs, seq) != (1, 0):
+            raise RuntimeError("a cell belongs to other sequences than 0")
+        at += 12
+    out.append(struct.pack("<II", 1, count) + b"".join(struct.pack("<iIi", i, 1, 0) for i in range(count)))
+    transposed, num_layers = copy("<II")
+    for _ in range(num_layers):
+        _, row_bytes = copy("<iQ")
+        repeat(row_bytes)
+    for _ in range(num_layers):
+        if not transposed:
+            _, row_bytes = copy("<iQ")
+            repeat(row_bytes)
+            continue
+        _, value_bytes, num_values = copy("<iII")
+        for _ in range(num_values):
+            repeat(value_bytes)
+    if at != len(state):
+        raise RuntimeError(f"llama.cpp's state has {len(state) - at} bytes more than this function knows of")
+    return b"".join(out)
 
 
 class Context:
@@ -102,10 +152,22 @@ class Context:
 
     def copy_state(self, other):
         """Takes over the cache of another context of the same model and cache types."""
-        size = c.llama_state_get_size(other.handle)
+        self._set_state(other._state())
+
+    def fill(self, tokens, count):
+        """Puts `count` cells into an empty cache at once: those of `tokens`, over and over, at positions from 0 on. For timing:
+        prefill of a long context takes minutes, and time does not depend on what the cells hold."""
+        self.prefill(tokens)
+        self._set_state(_repeat_cells(self._state(), count))
+
+    def _state(self):
+        size = c.llama_state_get_size(self.handle)
         data = (ctypes.c_uint8 * size)()
-        written = c.llama_state_get_data(other.handle, data, size)
-        if c.llama_state_set_data(self.handle, data, written) != written:
+        return bytes(memoryview(data)[:c.llama_state_get_data(self.handle, data, size)])
+
+    def _set_state(self, state):
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if c.llama_state_set_data(self.handle, data, len(state)) != len(state):
             raise RuntimeError("llama_state_set_data failed: other cache types?")
 
 

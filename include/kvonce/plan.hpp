@@ -73,6 +73,8 @@ struct Policy {
   std::int64_t worker_bytes = 0;  // K and V bytes that a call's rows see, per worker: smaller calls wake fewer threads
   /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
   std::int64_t prefetch_level = 0;
+  /// CPU: KV heads that a worker takes step by step together where a token's heads lie side by side, 1..8.
+  std::int64_t heads_per_step = 0;
   std::int64_t splits = 0;       // CUDA, Metal: blocks or threadgroups that share one KV stream
   std::int64_t cluster = -1;     // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
   std::int64_t join_blocks = 0;  // CUDA: blocks that join a stream's partials, a slice each, where there is no cluster

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "host.hpp"
+#include "huge_pages.hpp"
 #include "kvonce_ggml.h"
 #include "op.hpp"
 #include "statistics.hpp"
@@ -30,6 +31,7 @@ struct Stream {
   std::vector<std::int32_t> kv_lens;
   std::vector<float> slopes;
   float slopes_max_bias = 0.0F;
+  HugePages huge_pages;
   std::unique_ptr<std::byte[]> workspace;
   std::size_t workspace_bytes = 0;
 };
@@ -73,7 +75,7 @@ void run_on_team(void* stream, std::int64_t count, void (*body)(void*, std::int6
 void attend_node(Stream& stream, const ggml_tensor& node) {
   Problem problem;
   if (const char* reason = read_problem(host, node, problem)) throw Error(ErrorCode::Unsupported, reason);
-  const std::shared_ptr<CachedPlan> found = plans().find(problem, device_of(stream));
+  const std::shared_ptr<CachedPlan> found = plans().find(problem, device_of(stream), plan_options(problem));
   const Plan& plan = found->plan;
   if (stream.workspace_bytes < plan.workspace_bytes()) {
     stream.workspace_bytes = 0;
@@ -88,6 +90,10 @@ void attend_node(Stream& stream, const ggml_tensor& node) {
     const Cells cells = visible_cells(node, seq);
     stream.kv_starts.push_back(cells.begin);
     stream.kv_lens.push_back(cells.end);
+    for (const ggml_tensor* cache : {node.src[1], node.src[2]}) {
+      stream.huge_pages.visit(static_cast<const char*>(cache->data) + static_cast<std::size_t>(seq) * cache->nb[3],
+                              static_cast<std::size_t>(cells.end) * cache->nb[1]);
+    }
   }
   in.kv_starts = stream.kv_starts.data();
   in.kv_lens = stream.kv_lens.data();
@@ -205,7 +211,7 @@ bool device_supports_op(ggml_backend_dev_t /*device*/, const ggml_tensor* node) 
   }
   try {
     static const Device device = default_device();
-    static_cast<void>(plans().find(problem, device));
+    static_cast<void>(plans().find(problem, device, plan_options(problem)));
     return true;
   } catch (const Error& error) {
     count_declined(error.what());

@@ -4,6 +4,7 @@
 #include "op.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -131,6 +132,15 @@ const char* read_problem(const Host& host, const ggml_tensor& node, Problem& pro
   problem.has_mask_slopes = max_bias_of(node) > 0.0F;
   problem.has_sinks = sinks != nullptr;
   return nullptr;
+}
+
+PlanOptions plan_options(const Problem& problem) {
+  // A token's heads lie side by side in llama.cpp's cache and a worker takes them together, so chunks of tokens are all that
+  // threads share: 16 of them in short caches, where a chunk's partials are still a few per cent of its bytes.
+  const auto cells = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(problem.max_kv_len)));
+  PlanOptions options;
+  options.chunk_tokens = std::clamp<std::int64_t>(cells / 16, 64, 512);
+  return options;
 }
 
 Cells visible_cells(const ggml_tensor& node, std::int64_t seq) {

@@ -15,6 +15,9 @@ constexpr std::int64_t kMaxQLen = 16;  // more query tokens are prefill, which g
 /// said in kvonce's words, or null. max_kv_len is the node's number of cache cells.
 const char* read_problem(const Host& host, const ggml_tensor& node, Problem& problem);
 
+/// How a problem that read_problem() described is cut into chunks.
+PlanOptions plan_options(const Problem& problem);
+
 /// ALiBi's slope of each query head as ggml multiplies the mask with it, [num_q_heads]; max_bias > 0.
 void fill_slopes(float max_bias, std::int64_t num_q_heads, float* slopes);
 

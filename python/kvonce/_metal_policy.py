@@ -41,6 +41,7 @@ MAX_GRID = 2147483647
 PARTIAL_SCALARS = 2
 
 _ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+_CODES_PER_BYTE = {"mlx_int8": 1, "mlx_int4": 2}
 _LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # Fields of Policy that this backend knows, and the value that leaves the choice to it.
 _ASKED = {"body": 0, "row_tile": 0, "rows_per_worker": 0, "chunk_tokens": 0, "step_tokens": 0, "splits": 0, "simdgroups": 0}
@@ -131,16 +132,39 @@ def shared_floats(matrix, row_tile, dim_qk, dim_v, element_bytes, row_tiles, tok
     return 1
 
 
-def _live_floats(body, row_tile, dim_qk, dim_v, element_bytes):
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    rows: int
+    dim_qk: int
+    dim_v: int
+    q_bytes: int  # of an element of q
+    staged_bytes: int  # of an element of K and V in threadgroup memory
+    token_bytes: int  # of a token's K and V of one head
+    affine: bool  # K and V are of one of MLX's quantised formats
+
+
+def _shape_of(rows, dim_qk, dim_v, dtype, kv_format, quant_group):
+    q_bytes, dims = _ELEMENT_BYTES[dtype], dim_qk + dim_v
+    if kv_format not in _CODES_PER_BYTE:
+        return _Shape(rows, dim_qk, dim_v, q_bytes, q_bytes, dims * q_bytes, False)
+    # Codes, and a scale and a bias of q's type per group.
+    token_bytes = dims // _CODES_PER_BYTE[kv_format] + 2 * q_bytes * (dims // quant_group)
+    return _Shape(rows, dim_qk, dim_v, q_bytes, 4, token_bytes, True)
+
+
+def _live_floats(body, row_tile, s):
+    affine = 8 if s.affine else 0  # scales, biases, codes
     if body == MATRIX:  # o and scores of two 8x8 matrices in float, q in its own type, operands
-        return 2 * _ceil_div(dim_v, 8) + _ceil_div(_ceil_div(dim_qk, 8) * element_bytes, 2) + 20
+        return 2 * _ceil_div(s.dim_v, 8) + _ceil_div(_ceil_div(s.dim_qk, 8) * s.q_bytes, 2) + 20 + affine
     scores = 0 if body == PER_HEAD else 32
-    lanes_qk, lanes_v = _lanes_of(dim_qk), _lanes_of(dim_v)
-    return row_tile * (lanes_qk + lanes_v) + scores + max(lanes_qk, lanes_v) + 8
+    lanes_qk, lanes_v = _lanes_of(s.dim_qk), _lanes_of(s.dim_v)
+    q_floats = _ceil_div(lanes_qk * s.q_bytes, 4)  # as stored
+    return row_tile * (q_floats + lanes_v) + scores + max(lanes_qk, lanes_v) + 8 + affine
 
 
-def _slots(body, row_tile, row_tiles, dim_qk, dim_v, element_bytes):
+def _slots(body, row_tile, row_tiles, s):
     """Issue slots of a simdgroup per 64 (row, token) pairs of full row tiles."""
+    dim_qk, dim_v = s.dim_qk, s.dim_v
     lanes_qk, lanes_v = _lanes_of(dim_qk), _lanes_of(dim_v)
     if body == PER_HEAD:
         return 64 * (lanes_qk + 2 * lanes_v + 38)
@@ -150,8 +174,10 @@ def _slots(body, row_tile, row_tiles, dim_qk, dim_v, element_bytes):
         tokens = LANES // row_tile
         slots = 2 * (tokens * (lanes_qk + lanes_v) + 32 * (lanes_qk + lanes_v) + 124 + 3 * (tokens.bit_length() - 1) + 15
                      + row_tile * (2 + lanes_v) + 64 + 11)
+    if s.affine:  # a code takes two instructions more than an element
+        slots += (dim_qk + dim_v) // 4 if body == MATRIX else 4 * (LANES // row_tile) * (lanes_qk + lanes_v)
     if row_tiles > 1:
-        staged = stage_tokens(body == MATRIX, row_tile, dim_qk, dim_v, element_bytes)
+        staged = stage_tokens(body == MATRIX, row_tile, dim_qk, dim_v, s.staged_bytes)
         slots += 64 * (staged * (lanes_qk + lanes_v) // row_tiles + BARRIER_SLOTS) // (row_tile * staged)
     return slots
 
@@ -171,13 +197,16 @@ class _Candidate:
     refusal: str = ""
 
 
-def _consider(body, row_tile, shape, gpu, asked):
-    rows, dim_qk, dim_v, element_bytes = shape
+def _consider(body, row_tile, s, gpu, asked):
+    rows, dim_qk, dim_v = s.rows, s.dim_qk, s.dim_v
     c = _Candidate(body, row_tile)
     matrix = body == MATRIX
-    c.live_floats = _live_floats(body, row_tile, dim_qk, dim_v, element_bytes)
+    c.live_floats = _live_floats(body, row_tile, s)
     if matrix and (dim_qk % 16 or dim_v % 16):
         c.refusal = "head dims must be multiples of 16"
+        return c
+    if body == PER_HEAD and s.affine:
+        c.refusal = "the baseline serves no quantised caches"
         return c
     if c.live_floats > MAX_LIVE_FLOATS:
         c.refusal = f"{c.live_floats} floats a lane, at most {MAX_LIVE_FLOATS} stay in registers"
@@ -187,13 +216,13 @@ def _consider(body, row_tile, shape, gpu, asked):
     if body == PER_HEAD:
         c.row_tiles = min(tiles, asked["simdgroups"] or most_simdgroups, 32)
         c.row_blocks = _ceil_div(tiles, c.row_tiles)
-        c.slots = _slots(body, 1, 1, dim_qk, dim_v, element_bytes)
+        c.slots = _slots(body, 1, 1, s)
         c.cost = c.slots * rows
         return c
     most_tiles = min(tiles, most_simdgroups, MAX_ROW_TILES)
     if asked["rows_per_worker"]:
         most_tiles = min(most_tiles, max(1, asked["rows_per_worker"] // row_tile))
-    if 4 * shared_floats(matrix, row_tile, dim_qk, dim_v, element_bytes, 2, 1) > gpu.threadgroup_bytes:
+    if 4 * shared_floats(matrix, row_tile, dim_qk, dim_v, s.staged_bytes, 2, 1) > gpu.threadgroup_bytes:
         most_tiles = 1
     c.row_tiles = _ceil_div(tiles, _ceil_div(tiles, most_tiles))
     c.row_blocks = _ceil_div(tiles, c.row_tiles)
@@ -201,12 +230,12 @@ def _consider(body, row_tile, shape, gpu, asked):
         wanted = asked["simdgroups"] or TOKEN_PARTS
         parts = 1
         while (2 * parts <= min(wanted, most_simdgroups, MAX_TOKEN_PARTS) and 2 * parts * dim_v <= JOIN_FLOATS
-               and 4 * shared_floats(matrix, row_tile, dim_qk, dim_v, element_bytes, 1, 2 * parts)
+               and 4 * shared_floats(matrix, row_tile, dim_qk, dim_v, s.staged_bytes, 1, 2 * parts)
                <= gpu.threadgroup_bytes):
             parts *= 2
         c.token_parts = parts
-    c.shared_bytes = 4 * shared_floats(matrix, row_tile, dim_qk, dim_v, element_bytes, c.row_tiles, c.token_parts)
-    c.slots = _slots(body, row_tile, c.row_tiles, dim_qk, dim_v, element_bytes)
+    c.shared_bytes = 4 * shared_floats(matrix, row_tile, dim_qk, dim_v, s.staged_bytes, c.row_tiles, c.token_parts)
+    c.slots = _slots(body, row_tile, c.row_tiles, s)
     resident = min(WANTED_SIMDGROUPS, REGISTER_BYTES // (4 * LANES * c.live_floats))
     c.cost = c.slots * c.row_blocks * c.row_tiles * row_tile * WANTED_SIMDGROUPS // resident
     if matrix:
@@ -253,16 +282,16 @@ def _require_asked(asked, gpu):
           f"0 (choose) to {most}: a threadgroup has at most {gpu.max_threads} threads")
 
 
-def _kernel_id(body, dtype, dim_qk, dim_v, row_tile):
-    return f"attend_metal_{BODIES[body]}_{dtype}_d{dim_qk}x{dim_v}_r{row_tile}"
+def _kernel_id(body, kv_format, s, row_tile):
+    return f"attend_metal_{BODIES[body]}_{kv_format}_d{s.dim_qk}x{s.dim_v}_r{row_tile}"
 
 
-def _candidates(shape, dtype, gpu, asked):
+def _candidates(s, kv_format, gpu, asked):
     found = []
     for body, tiles in ((VECTOR, (1, 2, 4, 8, 16)), (MATRIX, (8,)), (PER_HEAD, (1,))):
         for tile in tiles:
-            c = _consider(body, tile, shape, gpu, asked)
-            c.name = _kernel_id(body, dtype, shape[1], shape[2], tile)
+            c = _consider(body, tile, s, gpu, asked)
+            c.name = _kernel_id(body, kv_format, s, tile)
             if not c.refusal and asked["body"] not in (0, body):
                 c.refusal = f"policy.body is {asked['body']}"
             elif not c.refusal and asked["row_tile"] not in (0, tile):
@@ -295,9 +324,11 @@ def _pick(candidates, rows, asked):
 
 
 def choose(*, num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs=1, q_len=1, head_dim_v=None, dtype="f16",
-           window=0, gpu=Gpu(), policy=None):
+           kv_format=None, quant_group=64, window=0, gpu=Gpu(), policy=None):
     """Decides for q, K and V of one dtype (f32, f16 or bf16). The problem is valid: heads >= 1, q_len 0 to 64, ...
 
+    kv_format: "mlx_int8" or "mlx_int4" for K and V in MLX's affine formats, with a scale and a bias of q's dtype per
+    quant_group values; None: of q's dtype.
     policy: a dict of some of body, row_tile, rows_per_worker, chunk_tokens, step_tokens, splits, simdgroups; 0: choose.
     Raises ValueError for a policy that cannot be, NotImplementedError for a problem that the kernels do not serve.
     """
@@ -307,6 +338,11 @@ def choose(*, num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs=1, q_
     for name, dim in (("head_dim_qk", dim_qk), ("head_dim_v", dim_v)):
         if dim > MAX_HEAD_DIM:
             raise NotImplementedError(f"{name} {dim} is not served by the metal backend yet; use dims up to 512")
+    if kv_format in _CODES_PER_BYTE:
+        for name, dim in (("head_dim_qk", dim_qk), ("head_dim_v", dim_v)):
+            if dim % 64:
+                raise NotImplementedError(f"{name} {dim} with a quantised cache is not served by the metal backend yet; "
+                                          "use a multiple of 64")
     gpu = dataclasses.replace(gpu, threadgroup_bytes=min(gpu.threadgroup_bytes or MAX_SHARED_BYTES, MAX_SHARED_BYTES),
                               max_threads=min(gpu.max_threads, 1024) if gpu.max_threads else SAFE_THREADS)
     asked = dict(_ASKED)
@@ -316,8 +352,8 @@ def choose(*, num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs=1, q_
         asked[name] = value
     _require_asked(asked, gpu)
     rows = max(1, num_q_heads // num_kv_heads * q_len)
-    shape = (rows, dim_qk, dim_v, _ELEMENT_BYTES[dtype])
-    c, rejected = _pick(_candidates(shape, dtype, gpu, asked), rows, asked)
+    shape = _shape_of(rows, dim_qk, dim_v, dtype, kv_format, quant_group)
+    c, rejected = _pick(_candidates(shape, kv_format or dtype, gpu, asked), rows, asked)
     step = 1 if c.body == PER_HEAD else step_tokens(c.body == MATRIX, c.row_tile)
     if asked["step_tokens"] not in (0, step):
         _refuse("policy.step_tokens", asked["step_tokens"], f"0 (choose) or {step} for {c.name}")
@@ -334,12 +370,11 @@ def choose(*, num_q_heads, num_kv_heads, head_dim_qk, max_kv_len, num_seqs=1, q_
 def _chunks(c, shape, step, streams, tokens, gpu, asked):
     if asked["splits"]:
         return asked["splits"]
-    rows, dim_qk, dim_v, element_bytes = shape
-    block_rows = min(rows, c.row_tile * c.row_tiles)
+    block_rows = min(shape.rows, c.row_tile * c.row_tiles)
     simdgroups = max(c.row_tiles, c.token_parts) * max(1, streams * c.row_blocks)
 
     def goal(per_core, weight):
-        least = _ceil_div(weight * 4 * block_rows * (dim_v + PARTIAL_SCALARS), (dim_qk + dim_v) * element_bytes)
+        least = _ceil_div(weight * 4 * block_rows * (shape.dim_v + PARTIAL_SCALARS), shape.token_bytes)
         wanted = _ceil_div((gpu.num_cores or UNKNOWN_CORES) * per_core, simdgroups)
         return min(wanted, _ceil_div(tokens, max(least, c.token_parts * step)))
 
@@ -348,7 +383,7 @@ def _chunks(c, shape, step, streams, tokens, gpu, asked):
 
 
 def _finish(c, rejected, shape, step, num_seqs, num_q_heads, num_kv_heads, q_len, max_kv_len, window, gpu, asked):
-    rows, dim_qk, dim_v, element_bytes = shape
+    rows, dim_v = shape.rows, shape.dim_v
     tokens = min(max_kv_len, window + q_len - 1) if window else max_kv_len
     fixed = asked["chunk_tokens"]
     if fixed:
@@ -372,7 +407,7 @@ def _finish(c, rejected, shape, step, num_seqs, num_q_heads, num_kv_heads, q_len
     read_factor = rows if per_head else c.row_blocks
     padded = rows if per_head else c.row_blocks * worker_rows
     streams = float(num_seqs * num_kv_heads) * float(tokens)
-    read_bytes = streams * float((dim_qk + dim_v) * element_bytes)
+    read_bytes = streams * float(shape.token_bytes)
     partial_bytes = 2.0 * float(workspace)
     bytes_us = (read_bytes + partial_bytes) / ((gpu.read_gbps if gpu.read_gbps > 0.0 else FIT_GBPS) * 1e3)
     slots_us = streams * float(padded) * float(c.slots) / 64.0 / (

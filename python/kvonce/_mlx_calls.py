@@ -2,7 +2,7 @@
 import mlx.core as mx
 
 from . import _mlx_arguments as arguments
-from . import _mlx_cpu, _mlx_metal
+from . import _mlx_cpu, _mlx_cuda, _mlx_metal
 from ._mlx_arguments import BadArgument, Fallback
 from ._mlx_statistics import count_fallback, count_served
 from ._mlx_transforms import originals
@@ -18,7 +18,7 @@ def backend_of(stream):
         return _mlx_cpu
     if mx.metal.is_available():
         return _mlx_metal
-    raise Fallback("a device that is neither the CPU nor an Apple GPU")
+    return _mlx_cuda
 
 
 def _require_serveable(q_shape, kv_len, causal):
@@ -74,9 +74,10 @@ def _serve_quantized(queries, q_keys, q_values, scale, mask, group_size, bits):
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         raise Fallback("a quantised cache and a mask that differs by head")
     _require_serveable(queries.shape, shape[3], causal)
-    if backend_of(None) is not _mlx_cpu:
-        raise Fallback("a quantised cache on a device that is not the CPU")
-    out, kernel = _mlx_cpu.attend_quantized(queries, q_keys, q_values, scale, causal, mask, group_size, bits, dtype)
+    backend = backend_of(None)
+    if backend is _mlx_cuda:
+        raise Fallback("CUDA: a quantised cache")
+    out, kernel = backend.attend_quantized(queries, q_keys, q_values, scale, causal, mask, group_size, bits, dtype)
     count_served(kernel)
     return out
 
@@ -87,7 +88,8 @@ def attend_quantized(queries, q_keys, q_values, scale, mask, group_size, bits):
         return _serve_quantized(queries, q_keys, q_values, scale, mask, group_size, bits)
     except Fallback as fallback:
         count_fallback(fallback.reason)
-    return originals["attend_quantized"](queries, q_keys, q_values, scale, mask, group_size, bits)
+    # mlx_lm's function scales queries in place.
+    return originals["attend_quantized"](queries + 0, q_keys, q_values, scale, mask, group_size, bits)
 
 
 def patched_attend_quantized(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):

@@ -71,9 +71,40 @@ def _of_body(number, q, k, v, scale, mask, sinks):
     return _mlx_metal.launch(plan, q, k, v, None if causal else mask, sinks, scale, causal, q.dtype)[0]
 
 
+class _Results:
+    """Counts results, keeps the worst errors and what exceeds MAX_ERROR."""
+
+    def __init__(self, on_metal):
+        self.allowed = {**MAX_ERROR, "float32": _FAST_MATH_ERROR} if on_metal else MAX_ERROR
+        self.failed, self.worst, self.count = [], {}, 0
+
+    def add(self, arm, text, got, expected):
+        self.count += 1
+        name = dtype_name(got.dtype)
+        error = relative_rms(got, expected)
+        error = error if error == error else 1e30  # JSON has no NaN
+        self.worst[f"{arm} {name}"] = max(self.worst.get(f"{arm} {name}", 0.0), error)
+        if error > self.allowed[name]:
+            self.failed.append(f"{arm}, {text}: relative RMS {error}, allowed {self.allowed[name]}")
+
+
+def _run_quantized(results, quick):
+    for bits in (8, 4):
+        for kv_len in (33, 130) if quick else (20, 31, 32, 33, 130, 1000, 4097):
+            for dtype in (mx.float32, mx.float16, mx.bfloat16):
+                q = _normal((2, 8, 1, 128), 1, dtype)
+                keys, values = (mx.quantize(_normal((2, 2, kv_len + 9, 128), seed, dtype), group_size=64, bits=bits) for seed in (2, 3))
+                keys, values = ([part[..., :kv_len, :] for part in cache] for cache in (keys, values))
+                got = kvonce_mlx.quantized_scaled_dot_product_attention(q, keys, values, 0.125, None, 64, bits)
+                unpacked = (mx.dequantize(codes, *(part.astype(mx.float32) for part in parts), group_size=64, bits=bits)
+                            for codes, *parts in (keys, values))
+                results.add(f"kvonce int{bits}", f"quantized: 8q/2kv d128 kv={kv_len} q=1 seqs=2 dtype={dtype_name(dtype)}", got,
+                            originals["attend"](q.astype(mx.float32), *unpacked, scale=0.125))
+
+
 def run(on_metal, quick):
     bodies = _metal_policy.BODIES if on_metal else {}
-    failed, worst, count = [], {}, 0
+    results = _Results(on_metal)
     kvonce_mlx.reset_stats()
     for name, num_seqs, heads, q_len, kv_len, dims, dtype, mask, has_sinks, layout in _cases(quick):
         dtype = getattr(mx, dtype)
@@ -85,22 +116,13 @@ def run(on_metal, quick):
         mask = _mask(mask, q_len, kv_len, dtype)
         sinks = _normal((heads[0],), 5, dtype) if has_sinks else None
         expected = _expected(q, k, v, 0.125, mask, sinks)
-        results = {"kvonce": kvonce_mlx.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask, sinks=sinks)}
+        results.add("kvonce", text, kvonce_mlx.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask, sinks=sinks), expected)
         for number, body in bodies.items():
-            results[body] = _of_body(number, q, k, v, 0.125, mask, sinks)
-        allowed = MAX_ERROR[dtype_name(dtype)]
-        if on_metal and dtype == mx.float32:
-            allowed = _FAST_MATH_ERROR
-        for arm, got in results.items():
-            if got is None:
-                continue
-            count += 1
-            error = relative_rms(got, expected)
-            key = f"{arm} {dtype_name(dtype)}"
-            worst[key] = max(worst.get(key, 0.0), error) if error == error else error
-            if not error <= allowed:
-                failed.append(f"{arm}, {text}: relative RMS {error}, allowed {allowed}")
+            got = _of_body(number, q, k, v, 0.125, mask, sinks)
+            if got is not None:
+                results.add(body, text, got, expected)
+    _run_quantized(results, quick)
     counted = kvonce_mlx.stats()
-    failed += [f"{calls} calls went to MLX: {reason}" for reason, calls in counted["fallbacks"].items()]
-    print(f"conformance: {count} results, {len(failed)} failed", flush=True)
-    return {"cases": count, "failed": failed, "worst_relative_rms": worst, "stats": counted}
+    results.failed += [f"{calls} calls went to MLX: {reason}" for reason, calls in counted["fallbacks"].items()]
+    print(f"conformance: {results.count} results, {len(results.failed)} failed", flush=True)
+    return {"cases": results.count, "failed": results.failed, "worst_relative_rms": results.worst, "stats": counted}

@@ -108,6 +108,8 @@ def run(on_metal, lens, quick):
                 plan = dataclasses.asdict(_mlx_metal.plan_of(*sets[0]))
                 row["plan"] = {name: value for name, value in plan.items() if name != "rejected"}
             rows.append(row)
+            del sets, arms, qmv
+            mx.clear_cache()
             print(f"{row['case']}: " + ", ".join(f"{name} {arm['gbps']:.1f}" for name, arm in row["arms"].items()) + " GB/s",
                   flush=True)
     return rows

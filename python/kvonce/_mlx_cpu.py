@@ -4,19 +4,20 @@ import functools
 import mlx.core as mx
 
 from ._mlx_arguments import BadArgument, Fallback, dtype_name
-from ._mlx_transforms import attend_by_mlx, originals, split, transformable
+from ._mlx_transforms import attend_by_mlx, attend_unpacked, split, transformable
 
 
-def _evaluate(arrays):
+def evaluate(arrays):
+    """Raises Fallback where they have no values."""
     try:
         mx.eval(arrays)
     except ValueError as error:
-        if "function transformations" not in str(error):
+        if not str(error).startswith("[eval]"):  # what the graph itself raises
             raise
         raise Fallback("inside mx.compile, mx.vmap or mx.export_function, where arrays have no values") from None
 
 
-def _attend(q, k, v, mask, **options):
+def call_attend(q, k, v, mask, **options):
     """kvonce.attend. Its errors as kvonce.mlx has them; rows that see no key are MLX's."""
     from kvonce import attend  # not before it is needed: a package without the native module has Metal alone
 
@@ -42,7 +43,7 @@ def _attend(q, k, v, mask, **options):
 def _function(scale, causal, has_mask, has_sinks, out_dtype):
     def run(*arrays):
         q, k, v, mask, sinks = split(arrays, has_mask, has_sinks)
-        return _attend(q, k, v, mask, scale=scale, causal=causal, out_dtype=out_dtype,
+        return call_attend(q, k, v, mask, scale=scale, causal=causal, out_dtype=out_dtype,
                        sinks=None if sinks is None else sinks.astype(mx.float32))
 
     return transformable(run, attend_by_mlx(scale, causal, has_mask, has_sinks))
@@ -51,19 +52,19 @@ def _function(scale, causal, has_mask, has_sinks, out_dtype):
 def attend(q, k, v, scale, causal, mask, sinks, dtype, _stream):
     """(out, kernel) of checked arguments. Raises Fallback or BadArgument. Results are there, so that no stream matters."""
     arrays = [array for array in (q, k, v, mask, sinks) if array is not None]
-    _evaluate(arrays)
+    evaluate(arrays)
     return _function(scale, causal, mask is not None, sinks is not None, dtype_name(dtype))(*arrays), "cpu"
 
 
 @functools.lru_cache(maxsize=256)
 def _quantized_function(scale, causal, has_mask, group_size, bits, out_dtype):
     def run(q, k, k_scales, k_biases, v, v_scales, v_biases, mask=None):
-        return _attend(q, k, v, mask, scale=scale, causal=causal, out_dtype=out_dtype, k_format=f"mlx_int{bits}",
+        return call_attend(q, k, v, mask, scale=scale, causal=causal, out_dtype=out_dtype, k_format=f"mlx_int{bits}",
                        k_scales=k_scales, k_biases=k_biases, v_scales=v_scales, v_biases=v_biases)
 
     def by_mlx(q, *arrays):
         mask = arrays[6] if has_mask else "causal" if causal else None
-        return originals["attend_quantized"](q + 0, arrays[:3], arrays[3:6], scale, mask, group_size, bits)
+        return attend_unpacked(q, arrays[:3], arrays[3:6], scale, mask, group_size, bits)
 
     return transformable(run, by_mlx)
 
@@ -71,6 +72,6 @@ def _quantized_function(scale, causal, has_mask, group_size, bits, out_dtype):
 def attend_quantized(q, keys, values, scale, causal, mask, group_size, bits, dtype):
     """As attend; keys and values: (codes, scales, biases)."""
     arrays = [q, *keys, *values] + ([] if mask is None else [mask])
-    _evaluate(arrays)
+    evaluate(arrays)
     function = _quantized_function(scale, causal, mask is not None, group_size, bits, dtype_name(dtype))
     return function(*arrays), f"cpu int{bits}"

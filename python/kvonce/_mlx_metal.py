@@ -10,14 +10,16 @@ import mlx.core as mx
 
 from . import _metal_policy as policy
 from ._mlx_arguments import Fallback, dtype_name
-from ._mlx_transforms import attend_by_mlx, split, transformable
+from ._mlx_transforms import attend_by_mlx, attend_unpacked, split, transformable
 
 # Files in the order in which dialect.h wants them, before the body's own.
 _COMMON = ("params.h", "dialect.h", "work.metal.h", "tokens.metal.h", "join.metal.h")
 _BODY_FILES = {"vector": "attend.metal.h", "matrix": "attend_matrix.metal.h", "per_head": "attend_per_head.metal.h"}
+_AFFINE_FILES = ("attend.metal.h", "attend_matrix.metal.h", "affine.metal.h")
 _MERGE_FILES = ("params.h", "dialect.h", "work.metal.h", "merge.metal.h")
 
 ATTEND_INPUTS = ("q", "k", "v", "kv_lens", "kv_starts", "mask", "alibi_slopes", "params", "scalars")
+AFFINE_INPUTS = ("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases", *ATTEND_INPUTS[3:])
 ATTEND_OUTPUTS = ("partial_o", "partial_sums")
 MERGE_INPUTS = ("partial_o", "partial_sums", "sinks", "params")
 MERGE_OUTPUTS = ("out", "lse")
@@ -31,12 +33,7 @@ _PLACE = """
   place.lane = int(thread_index_in_simdgroup);
 """
 
-_ATTEND = """
-  threadgroup float shared[kSharedFloats];
-  kvonce_metal::AttendBuffers<T> buffers;
-  buffers.q = q;
-  buffers.k = k;
-  buffers.v = v;
+_BUFFERS = """
   buffers.kv_lens = kv_lens;
   buffers.kv_starts = kv_starts;
   buffers.mask = (const device unsigned char*)mask;
@@ -44,13 +41,37 @@ _ATTEND = """
   buffers.params = params;
   buffers.scalars = scalars;
   buffers.q_strides = q_strides;
-  buffers.k_strides = k_strides;
-  buffers.v_strides = v_strides;
   buffers.mask_strides = mask_strides;
   buffers.partial_o = partial_o;
   buffers.partial_sums = partial_sums;
-""" + _PLACE + """
+"""
+
+_ATTEND = """
+  threadgroup float shared[kSharedFloats];
+  kvonce_metal::AttendBuffers<T> buffers;
+  buffers.q = q;
+  buffers.k = k;
+  buffers.v = v;
+  buffers.k_strides = k_strides;
+  buffers.v_strides = v_strides;
+""" + _BUFFERS + _PLACE + """
   kvonce_metal::attend_BODY<TEMPLATE>(buffers, shared, place);
+"""
+
+_AFFINE = """
+  threadgroup float shared[kSharedFloats];
+  kvonce_metal::AttendBuffers<T> buffers;
+  buffers.q = q;
+""" + _BUFFERS + "".join(f"""
+  kvonce_metal::AffineTensor<T> {x}_affine;
+  {x}_affine.codes = (const device unsigned char*){x};
+  {x}_affine.scales = {x}_scales;
+  {x}_affine.biases = {x}_biases;
+  {x}_affine.strides = {x}_strides;
+  {x}_affine.scales_strides = {x}_scales_strides;
+  {x}_affine.biases_strides = {x}_biases_strides;
+""" for x in "kv") + _PLACE + """
+  kvonce_metal::attend_affine_BODY<TEMPLATE, kBits, kGroup>(buffers, k_affine, v_affine, shared, place);
 """
 
 _MERGE = """
@@ -99,6 +120,14 @@ def attend_kernel(body):
 
 
 @functools.lru_cache(maxsize=None)
+def affine_kernel(body):
+    source = _AFFINE.replace("BODY", body).replace("TEMPLATE", _TEMPLATES[body])
+    return mx.fast.metal_kernel(
+        name=f"kvonce_attend_affine_{body}", input_names=list(AFFINE_INPUTS), output_names=list(ATTEND_OUTPUTS), source=source,
+        header=_read((*_COMMON, *_AFFINE_FILES)), ensure_row_contiguous=False)
+
+
+@functools.lru_cache(maxsize=None)
 def merge_kernel():
     return mx.fast.metal_kernel(
         name="kvonce_merge", input_names=list(MERGE_INPUTS), output_names=list(MERGE_OUTPUTS), source=_MERGE,
@@ -119,11 +148,16 @@ def _plan(num_seqs, num_q_heads, num_kv_heads, q_len, head_dim_qk, head_dim_v, m
                          policy=dict(asked))
 
 
-def plan_of(q, k, v, gpu=None, asked=()):
-    """The plan of a call, the same for all kv_len between two powers of two. asked: (name, value) pairs of a policy."""
-    max_kv_len = 1 << (k.shape[2] - 1).bit_length()
-    return _plan(*q.shape[:2], k.shape[1], q.shape[2], q.shape[3], v.shape[3], max_kv_len, dtype_name(k.dtype),
-                 gpu or this_gpu(), tuple(asked))
+def plan_of(q, k, v, gpu=None, asked=(), affine=None):
+    """The plan of a call, the same for all kv_len between two powers of two. asked: (name, value) pairs of a policy.
+
+    affine: (bits, group_size) where k and v are (codes, scales, biases), which the kernels turn into float32.
+    """
+    keys, values = (k, v) if affine is None else (k[0], v[0])
+    dim_v = values.shape[3] if affine is None else values.shape[3] * 32 // affine[0]
+    max_kv_len = 1 << (keys.shape[2] - 1).bit_length()
+    dtype = dtype_name(keys.dtype) if affine is None else "float32"
+    return _plan(*q.shape[:2], keys.shape[1], q.shape[2], q.shape[3], dim_v, max_kv_len, dtype, gpu or this_gpu(), tuple(asked))
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,15 +182,16 @@ def _scalars(scale):
     return mx.array(values, dtype=mx.float32)
 
 
+# Kept arrays are made of values, not of operations: those belong to a thread's stream, and to a trace if one is on.
 @functools.lru_cache(maxsize=None)
 def _unused(dtype):
     """What stands for an array that the params do not announce."""
-    return mx.zeros((_MIN_ELEMENTS,), dtype=dtype)
+    return mx.array([0] * _MIN_ELEMENTS, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=None)
 def _no_mask():
-    return mx.zeros((1, 1, 1, _MIN_ELEMENTS), dtype=mx.bool_)
+    return mx.array([[[[False] * _MIN_ELEMENTS]]])
 
 
 def _mask_of(mask, shape, dtype):
@@ -178,14 +213,17 @@ def _mask_of(mask, shape, dtype):
 def _sinks_of(sinks):
     if sinks is None:
         return _unused(mx.float32)
-    sinks = sinks.astype(mx.float32)
-    return mx.pad(sinks, (0, _MIN_ELEMENTS)) if sinks.size < _MIN_ELEMENTS else mx.contiguous(sinks)
+    return mx.pad(sinks.astype(mx.float32), (0, _MIN_ELEMENTS))  # packed, whatever its stride was
 
 
-def launch(plan, q, k, v, mask, sinks, scale, causal, out_dtype, stream=None, verbose=False):
-    """(out, lse): the two kernels of a plan. q, k and v are of one dtype; out_dtype: of out."""
+def launch(plan, q, k, v, mask, sinks, scale, causal, out_dtype, stream=None, verbose=False, affine=None):
+    """(out, lse): the two kernels of a plan. q, k and v are of one dtype; out_dtype: of out; affine: as plan_of()."""
     num_seqs, num_q_heads, q_len, dim_qk = q.shape
-    num_kv_heads, kv_len, dim_v = v.shape[1:]
+    if affine is None:
+        kernel, tensors, dim_v = attend_kernel(plan.body), [q, k, v], v.shape[3]
+    else:
+        kernel, tensors, dim_v = affine_kernel(plan.body), [q, *k, *v], v[0].shape[3] * 32 // affine[0]
+    num_kv_heads, kv_len = tensors[1].shape[1:3]
     mask, mask_kind = _mask_of(mask, (num_seqs, num_q_heads, q_len, kv_len), q.dtype)
     params = _params(plan, num_seqs, num_q_heads, num_kv_heads, q_len, kv_len, causal, mask_kind, sinks is not None)
     rows = num_seqs * num_q_heads * q_len
@@ -193,8 +231,10 @@ def launch(plan, q, k, v, mask, sinks, scale, causal, out_dtype, stream=None, ve
     template = [("T", q.dtype), ("kDimQk", dim_qk), ("kDimV", dim_v)]
     if plan.body == "vector":
         template.append(("kRows", plan.row_tile))
-    partial_o, partial_sums = attend_kernel(plan.body)(
-        inputs=[q, k, v, _unused(mx.int32), _unused(mx.int32), mask, _unused(mx.float32), params, _scalars(scale)],
+    if affine is not None:
+        template += [("kBits", affine[0]), ("kGroup", affine[1])]
+    partial_o, partial_sums = kernel(
+        inputs=[*tensors, _unused(mx.int32), _unused(mx.int32), mask, _unused(mx.float32), params, _scalars(scale)],
         template=[*template, ("kSharedFloats", plan.threadgroup_bytes // 4)],
         grid=(plan.threads * plan.threadgroups[0], plan.threadgroups[1], plan.threadgroups[2]),
         threadgroup=(plan.threads, 1, 1), output_shapes=[(partials * dim_v,), (max(2 * partials, _MIN_ELEMENTS),)],
@@ -220,6 +260,8 @@ def _function(scale, causal, has_mask, has_sinks, out_dtype, stream):
 
 def attend(q, k, v, scale, causal, mask, sinks, dtype, stream):
     """(out, kernel) of checked arguments. Raises Fallback."""
+    if min(q.size, k.size, v.size) < _MIN_ELEMENTS:
+        raise Fallback(f"fewer than {_MIN_ELEMENTS} elements of q, K or V")
     if k.dtype != v.dtype or k.dtype != dtype:
         raise Fallback("K and V of other dtypes than the result")
     q = q.astype(dtype)
@@ -230,3 +272,37 @@ def attend(q, k, v, scale, causal, mask, sinks, dtype, stream):
     arrays = [array for array in (q, k, v, mask, sinks) if array is not None]
     function = _function(scale, causal, mask is not None, sinks is not None, dtype, stream)
     return function(*arrays), f"metal {plan.body}"
+
+
+@functools.lru_cache(maxsize=256)
+def _quantized_function(scale, causal, has_mask, group_size, bits, out_dtype):
+    affine = bits, group_size
+
+    def run(q, *arrays):
+        k, v, mask = arrays[:3], arrays[3:6], arrays[6] if has_mask else None
+        return launch(plan_of(q, k, v, affine=affine), q, k, v, mask, None, scale, causal, out_dtype, affine=affine)[0]
+
+    def by_mlx(q, *arrays):
+        mask = arrays[6] if has_mask else "causal" if causal else None
+        return attend_unpacked(q, arrays[:3], arrays[3:6], scale, mask, group_size, bits)
+
+    return transformable(run, by_mlx)
+
+
+def attend_quantized(q, keys, values, scale, causal, mask, group_size, bits, dtype):
+    """As attend; keys and values: (codes, scales, biases)."""
+    if any(part.dtype != dtype for part in (*keys[1:], *values[1:])):
+        raise Fallback("scales or biases of another dtype than the result")
+    head_dims = q.shape[3], values[0].shape[3] * 32 // bits
+    if any(head_dim % 64 for head_dim in head_dims):
+        raise Fallback(f"a quantised cache of head dims {head_dims[0]} and {head_dims[1]}, no multiples of 64")
+    if min(part.size for part in (*keys, *values)) < _MIN_ELEMENTS:
+        raise Fallback(f"fewer than {_MIN_ELEMENTS} codes, scales or biases")
+    q = q.astype(dtype)
+    try:
+        plan = plan_of(q, keys, values, affine=(bits, group_size))
+    except NotImplementedError as error:
+        raise Fallback(str(error)) from None
+    arrays = [q, *keys, *values] + ([] if mask is None else [mask])
+    function = _quantized_function(scale, causal, mask is not None, group_size, bits, dtype)
+    return function(*arrays), f"metal {plan.body} int{bits}"

@@ -5,7 +5,7 @@ import threading
 import mlx.core as mx
 
 from . import _mlx_calls as calls
-from ._mlx_transforms import originals
+from ._mlx_transforms import defaults, originals
 
 _PACKAGES = ("mlx", "mlx_lm")
 
@@ -62,3 +62,4 @@ def unpatch():
             if getattr(module, name, None) is ours:
                 setattr(module, name, original)
         _replaced.clear()
+        originals.update(defaults)

@@ -4,13 +4,15 @@ import mlx.core as mx
 from ._mlx_statistics import count_fallback
 
 
-def _attend_unpacked(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
+def attend_unpacked(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
+    """What mlx_lm's quantized_scaled_dot_product_attention gives."""
     keys, values = (mx.dequantize(*cache, group_size=group_size, bits=bits) for cache in (q_keys, q_values))
     return originals["attend"](queries, keys, values, scale=scale, mask=mask)
 
 
 # What calls go to when kvonce does not serve them. patch() puts here what it finds in place: of mlx_lm, or of others.
-originals = {"attend": mx.fast.scaled_dot_product_attention, "attend_quantized": _attend_unpacked}
+originals = {"attend": mx.fast.scaled_dot_product_attention, "attend_quantized": attend_unpacked}
+defaults = dict(originals)
 
 
 def split(arrays, has_mask, has_sinks):
@@ -28,9 +30,9 @@ def attend_by_mlx(scale, causal, has_mask, has_sinks):
 
 
 def transformable(run, by_mlx):
-    """run(*arrays) for mx.grad, mx.vjp, mx.jvp and, where arrays need no values, mx.vmap.
-
-    They get what by_mlx(*arrays) gives: to them the result of a kernel would be a constant.
+    """run(*arrays) for mx.grad, mx.vjp and mx.jvp, which get what by_mlx(*arrays) gives: to them the result of a kernel
+    would be a constant. On Metal only vjp helps: jvp and vmap go into the function whatever its own rules say, and find a
+    kernel, for which MLX has none.
     """
     function = mx.custom_function(run)
 
@@ -49,10 +51,5 @@ def transformable(run, by_mlx):
             return by_mlx(*(given.get(i, primal) for i, primal in enumerate(primals)))
 
         return mx.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1][0]
-
-    @function.vmap
-    def _(arrays, axes):
-        count_fallback("inside mx.vmap")
-        return mx.vmap(by_mlx, in_axes=tuple(axes))(*arrays), 0
 
     return function

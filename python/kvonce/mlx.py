@@ -10,6 +10,9 @@ Calls with 1 to 64 query tokens go to kvonce, everything else to MLX's own funct
 On the CPU: through kvonce.attend, on MLX's own memory. MLX is lazy, kvonce is not: a call evaluates its arguments and
 returns what has been computed. Inside mx.compile, mx.vmap and mx.export_function arrays have no values, so that such
 calls go to MLX. mx.grad, mx.vjp and mx.jvp get their derivatives from MLX's function.
+
+On an Apple GPU: the kernel bodies of src/metal, which MLX compiles; lazy as everything in MLX. mx.grad and mx.vjp work;
+mx.jvp, mx.vmap and mx.export_function raise ValueError, as MLX has no rules for custom kernels. On CUDA: _mlx_cuda.py.
 """
 import mlx.core as mx
 

@@ -18,6 +18,7 @@ constexpr int kMaxThreads = 1024;
 /// Byte offsets of the parts of the workspace from its 64-byte aligned base.
 struct WorkspaceLayout {
   std::size_t item_starts = 0;    // int64 [num_seqs + 1]: index of each sequence's first work item
+  std::size_t runs = 0;           // uint64 [num_threads], 64 bytes apart: the work items that each worker has left
   std::size_t counters = 0;       // int32 [num_streams * row_blocks]: chunks still missing before the merge
   std::size_t partial_lse = 0;    // float [num_streams, max_chunks, rows_per_stream]
   std::size_t partial_o = 0;      // float [num_streams, max_chunks, rows_per_stream, head_dim_v]

@@ -23,6 +23,7 @@ inline constexpr PolicyField kPolicyFields[] = {
     {"pair_dot", &Policy::pair_dot, -1},
     {"worker_bytes", &Policy::worker_bytes, 0},
     {"prefetch_level", &Policy::prefetch_level, 0},
+    {"heads_per_step", &Policy::heads_per_step, 0},
     {"splits", &Policy::splits, 0},
     {"cluster", &Policy::cluster, -1},
     {"join_blocks", &Policy::join_blocks, 0},

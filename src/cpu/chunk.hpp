@@ -1,7 +1,9 @@
 // Drives the steps of attend.hpp over one ChunkTask: which row tiles, which token steps, whole or ragged.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <new>
 
 #include "cpu/affine.hpp"
 #include "cpu/attend.hpp"
@@ -121,17 +123,31 @@ class ChunkRunner {
         small_(find_kernels<S>(small_rows_, task)),
         large_(find_kernels<S>(task.num_rows % num_tiles_ == 0 ? small_rows_ : small_rows_ + 1, task)) {}
 
-  void run() {
+  void start() {
     for (int i = 0; i < num_tiles_; ++i) start_tile(i);
-    const std::int64_t step = task_.step_tokens;
-    for (std::int64_t token = seen_from(task_.chunk.begin); token < task_.chunk.end; token = next_step_) {
-      const shared::TokenRange tokens = step_at(token);
-      next_step_ = seen_from(token + step);
-      k_step_.load(tokens);
-      v_step_.load(tokens);
-      for (int i = 0; i < num_tiles_; ++i) score_tile(i, tokens);
-      for (int i = 0; i < num_tiles_; ++i) value_tile(i, tokens);
+    next_step_ = seen_from(task_.chunk.begin);
+    if (task_.starts_cold) {
+      StepPrefetcher<S> ahead = keys_ahead(0, next_step_ - task_.prefetch_tokens);
+      ahead.advance(INT32_MAX);
     }
+  }
+
+  /// The keys of the next token step. Returns false when none is left.
+  bool score_step() {
+    if (next_step_ >= task_.chunk.end) return false;
+    step_ = step_at(next_step_);
+    next_step_ = seen_from(next_step_ + task_.step_tokens);
+    k_step_.load(step_);
+    for (int i = 0; i < num_tiles_; ++i) score_tile(i, step_);
+    return true;
+  }
+  /// The values of the step that score_step() began.
+  void value_step() {
+    v_step_.load(step_);
+    for (int i = 0; i < num_tiles_; ++i) value_tile(i, step_);
+  }
+
+  void finish() {
     for (int i = 0; i < num_tiles_; ++i) finish_tile(i);
   }
 
@@ -193,19 +209,22 @@ class ChunkRunner {
     return static_cast<const char*>(task_.v) + token * task_.v_token_stride * bytes_of(task_.v_format);
   }
 
-  /// K or V of the step that begins at token `begin`, asked for while rows of `paced_by` bytes are worked on. Only the first
-  /// tile of a step waits for memory.
+  /// K or V of the step that begins at token `begin`, asked for while rows of `paced_by` bytes are worked on: this task's part of
+  /// it. Only the first tile of a step waits for memory.
   [[nodiscard]] StepPrefetcher<S> step_ahead(int i, std::int64_t begin, const void* data, std::int64_t token_stride,
                                              std::int64_t fetch_bytes, std::int64_t element,
                                              std::int64_t paced_by) const {
     const std::int64_t end = begin + task_.step_tokens < task_.kv_len ? begin + task_.step_tokens : task_.kv_len;
     if (i != 0 || task_.prefetch_tokens == 0 || begin >= end) return {};
+    const std::int64_t first = begin + (end - begin) * task_.fetcher_idx / task_.num_fetchers;
+    const std::int64_t last = begin + (end - begin) * (task_.fetcher_idx + 1) / task_.num_fetchers;
+    if (first == last) return {};
     const std::int64_t stride_bytes = token_stride * element;
-    return {static_cast<const char*>(data) + begin * stride_bytes,
+    return {static_cast<const char*>(data) + first * stride_bytes,
             stride_bytes,
             fetch_bytes,
-            end - begin,
-            paced_by,
+            last - first,
+            paced_by * task_.num_fetchers,
             stride_bytes == fetch_bytes ? task_.prefetch_lines : 1,  // a gap's line is nobody's neighbour
             task_.prefetch_level};
   }
@@ -216,11 +235,11 @@ class ChunkRunner {
   [[nodiscard]] StepPrefetcher<S> values_ahead(int i, std::int64_t token) const {
     if (task_.v == task_.k) return {};  // V that is a view of K was fetched with K
     const std::int64_t lead = task_.prefetch_tokens - task_.step_tokens;
-    return step_ahead(i, token + (lead > 0 ? lead : 0), task_.v, task_.v_token_stride, task_.v_fetch_bytes,
+    return step_ahead(i, token + (lead > 0 ? lead : 0), task_.v_fetch, task_.v_token_stride, task_.v_fetch_bytes,
                       bytes_of(task_.v_format), k_row_bytes_);
   }
   [[nodiscard]] StepPrefetcher<S> keys_ahead(int i, std::int64_t token) const {
-    return step_ahead(i, token + task_.prefetch_tokens, task_.k, task_.k_token_stride, task_.k_fetch_bytes,
+    return step_ahead(i, token + task_.prefetch_tokens, task_.k_fetch, task_.k_token_stride, task_.k_fetch_bytes,
                       bytes_of(task_.k_format), v_row_bytes_);
   }
 
@@ -327,6 +346,7 @@ class ChunkRunner {
   std::int64_t v_groups_;
   float* v_levels_;
   std::uint8_t* seen_;  // of every tile
+  shared::TokenRange step_{};
   AffineStep<S> k_step_;
   AffineStep<S> v_step_;
   std::int64_t next_step_ = 0;
@@ -339,8 +359,22 @@ class ChunkRunner {
 };
 
 template <class S>
-void attend_chunk(const ChunkTask& task) {
-  ChunkRunner<S>(task).run();
+void attend_chunk(const ChunkTask* tasks, int num_tasks) {
+  alignas(ChunkRunner<S>) std::byte storage[kMaxHeadsPerStep][sizeof(ChunkRunner<S>)];
+  ChunkRunner<S>* runners[kMaxHeadsPerStep];
+  for (int i = 0; i < num_tasks; ++i) {
+    runners[i] = new (storage[i]) ChunkRunner<S>(tasks[i]);
+    runners[i]->start();
+  }
+  for (bool any = true; any;) {
+    any = false;
+    bool scored[kMaxHeadsPerStep];
+    for (int i = 0; i < num_tasks; ++i) any |= scored[i] = runners[i]->score_step();
+    for (int i = 0; i < num_tasks; ++i) {
+      if (scored[i]) runners[i]->value_step();
+    }
+  }
+  for (int i = 0; i < num_tasks; ++i) runners[i]->finish();
 }
 
 }  // namespace kvonce::cpu

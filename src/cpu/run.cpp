@@ -26,6 +26,8 @@ const char* at(const void* base, std::int64_t elements, std::int64_t bytes) {
   return static_cast<const char*>(base) + elements * bytes;
 }
 
+constexpr std::int64_t kRunWords = 8;  // a cache line for each worker's run
+
 class Call {
  public:
   Call(const core::PlanData& data, const Inputs& in, const Outputs& out, void* workspace)
@@ -34,11 +36,15 @@ class Call {
     char* base = static_cast<char*>(workspace) + ((address + 63) / 64 * 64 - address);
     const core::WorkspaceLayout& w = data.workspace;
     item_starts_ = reinterpret_cast<std::int64_t*>(base + w.item_starts);
+    runs_ = reinterpret_cast<std::uint64_t*>(base + w.runs);
     counters_ = reinterpret_cast<std::int32_t*>(base + w.counters);
     partial_lse_ = reinterpret_cast<float*>(base + w.partial_lse);
     partial_o_ = reinterpret_cast<float*>(base + w.partial_o);
     scratch_ = base + w.scratch;
     heads_inside_ = in.k.head_stride < in.k.token_stride;
+    heads_per_step_ = side_by_side(in.k, p_.k_format, p_.head_dim_qk) && side_by_side(in.v, p_.v_format, p_.head_dim_v)
+                          ? data_.policy.heads_per_step
+                          : 1;
     number_items();
   }
 
@@ -47,23 +53,36 @@ class Call {
     return static_cast<int>(std::min({static_cast<std::int64_t>(limit), num_items(), by_bytes}));
   }
 
-  /// Draws runs of neighbouring items until none is left. A run's first rows come cold from memory, the later chunks'
-  /// rows were prefetched by the chunk before them, so runs are long at first and shrink to balance the end.
-  /// Neighbours are chunks of one stream; where tokens stand before heads they are the heads of one chunk, because the
-  /// processor's own prefetcher brings the next head's rows along (Ice Lake, 2 threads, f16, 4 KV heads, share of a
-  /// plain read at 4 and 8 rows: 0.49 0.37 by stream, 0.57 0.40 by chunk; docs/kernel-cpu.md).
-  void work(int slot) {
-    std::int64_t begin = next_item_.load(std::memory_order_relaxed);
-    while (begin < num_items()) {
-      const std::int64_t count = std::max<std::int64_t>(1, (num_items() - begin) / (2 * num_slots));
-      if (!next_item_.compare_exchange_weak(begin, begin + count, std::memory_order_relaxed)) continue;
-      for (std::int64_t item = begin; item < begin + count; ++item) run_item(item, slot);
-      begin = next_item_.load(std::memory_order_relaxed);
+  /// Before the first worker starts: threads that share the work, and the run of neighbouring units that each begins with.
+  /// A unit is the heads of one chunk where they go step by step together, else an item.
+  void share(int num_slots) {
+    num_slots_ = num_slots;
+    // Together they read memory in order, but one worker takes what several could.
+    if (num_slots > 1) heads_per_step_ = std::clamp<std::int64_t>(num_items() / (2 * num_slots), 1, heads_per_step_);
+    unit_items_ = std::max(heads_per_step_, shared::ceil_div(num_items(), std::int64_t{1} << 31));
+    const std::int64_t units = shared::ceil_div(num_items(), unit_items_);
+    for (int slot = 0; slot < num_slots; ++slot) {
+      run_of(slot).store(run(units * slot / num_slots, units * (slot + 1) / num_slots), std::memory_order_relaxed);
     }
   }
 
-  /// Threads that share the work; set before the first of them starts.
-  int num_slots = 1;
+  /// Takes units from the front of its own run, whose rows the unit before has prefetched, then the back half of what
+  /// another worker has left, until no unit is left. Neighbours are chunks of one stream; where tokens stand before heads they are the heads of one chunk, because the
+  /// processor's own prefetcher brings the next head's rows along (Ice Lake, 2 threads, f16, 4 KV heads, share of a
+  /// plain read at 4 and 8 rows: 0.49 0.37 by stream, 0.57 0.40 by chunk; docs/kernel-cpu.md).
+  void work(int slot) {
+    std::int64_t next = -1;
+    do {
+      std::uint64_t left = run_of(slot).load(std::memory_order_relaxed);
+      while (begin_of(left) < end_of(left)) {
+        const std::uint64_t rest = run(begin_of(left) + 1, end_of(left));
+        if (!run_of(slot).compare_exchange_weak(left, rest, std::memory_order_relaxed)) continue;
+        run_unit(begin_of(left), slot, begin_of(left) == next);
+        next = begin_of(left) + 1;
+        left = run_of(slot).load(std::memory_order_relaxed);
+      }
+    } while (take_from_others(slot));
+  }
 
  private:
   struct Item {
@@ -73,6 +92,36 @@ class Call {
     std::int64_t chunk;
     std::int64_t num_chunks;
   };
+
+  // A run of units [begin, end) in one word. A unit that was taken is in no run again, so equal words are equal runs.
+  static std::uint64_t run(std::int64_t begin, std::int64_t end) {
+    return static_cast<std::uint64_t>(begin) << 32 | static_cast<std::uint64_t>(end);
+  }
+  static std::int64_t begin_of(std::uint64_t run) { return static_cast<std::int64_t>(run >> 32); }
+  static std::int64_t end_of(std::uint64_t run) { return static_cast<std::int64_t>(run & 0xffffffff); }
+  [[nodiscard]] std::atomic_ref<std::uint64_t> run_of(int slot) const {
+    return std::atomic_ref<std::uint64_t>(runs_[slot * kRunWords]);
+  }
+
+  bool take_from_others(int slot) {
+    for (int other = (slot + 1) % num_slots_; other != slot; other = (other + 1) % num_slots_) {
+      std::uint64_t left = run_of(other).load(std::memory_order_relaxed);
+      while (begin_of(left) < end_of(left)) {
+        const std::int64_t middle = (begin_of(left) + end_of(left)) / 2;
+        if (!run_of(other).compare_exchange_weak(left, run(begin_of(left), middle), std::memory_order_relaxed))
+          continue;
+        run_of(slot).store(run(middle, end_of(left)), std::memory_order_relaxed);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void run_unit(std::int64_t unit, int slot, bool is_next) {
+    const std::int64_t end = std::min(num_items(), (unit + 1) * unit_items_);
+    const std::int64_t begin = unit * unit_items_;
+    for (std::int64_t item = begin; item < end;) item += run_items(item, end, slot, !is_next && item == begin);
+  }
 
   [[nodiscard]] std::int64_t num_items() const { return item_starts_[p_.num_seqs]; }
   [[nodiscard]] std::int64_t kv_len(std::int64_t seq) const {
@@ -125,9 +174,22 @@ class Call {
     return {seq, stream / data_.row_blocks, stream % data_.row_blocks, chunk, num_chunks};
   }
 
-  void run_item(std::int64_t number, int slot) {
-    const Item item = item_at(number);
-    target_.attend_chunk(chunk_task(item, slot));
+  /// Items from `begin` on that are heads of one chunk, at most heads_per_step_. Returns how many they were.
+  int run_items(std::int64_t begin, std::int64_t end, int slot, bool starts_cold) {
+    Item items[kMaxHeadsPerStep];
+    int count = 0;
+    for (; count < heads_per_step_ && begin + count < end; ++count) {
+      items[count] = item_at(begin + count);
+      if (items[count].seq != items[0].seq || items[count].chunk != items[0].chunk) break;
+    }
+    ChunkTask tasks[kMaxHeadsPerStep];
+    for (int i = 0; i < count; ++i) tasks[i] = chunk_task(items, count, i, slot, starts_cold);
+    target_.attend_chunk(tasks, count);
+    for (int i = 0; i < count; ++i) end_item(items[i]);
+    return count;
+  }
+
+  void end_item(const Item& item) {
     const std::int64_t counter = (item.seq * p_.num_kv_heads + item.kv_head) * data_.row_blocks + item.row_block;
     // Releases this chunk's partials; the last one acquires all of them.
     if (std::atomic_ref<std::int32_t>(counters_[counter]).fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -146,13 +208,10 @@ class Call {
     return (item.seq * p_.num_kv_heads + item.kv_head) * data_.rows_per_stream * data_.max_chunks;
   }
 
-  /// The heads of one chunk run one after the other where they lie side by side: the first fetches the rows of all.
-  [[nodiscard]] std::int64_t fetch_bytes(const TensorView& view, KvFormat format, std::int64_t dims,
-                                         bool first_head) const {
-    const std::int64_t row = format_bytes(format, dims);
-    const bool side_by_side =
-        stride_bytes(format, view.head_stride) == row && view.token_stride == p_.num_kv_heads * view.head_stride;
-    return first_head && side_by_side ? p_.num_kv_heads * row : row;
+  /// A token's heads are neighbours, so that a step of all of them reads memory in order.
+  [[nodiscard]] bool side_by_side(const TensorView& view, KvFormat format, std::int64_t dims) const {
+    return p_.num_kv_heads > 1 && stride_bytes(format, view.head_stride) == format_bytes(format, dims) &&
+           view.token_stride >= p_.num_kv_heads * view.head_stride;
   }
 
   [[nodiscard]] static const void* stream_of(const TensorView& view, KvFormat format, const Item& item) {
@@ -169,7 +228,8 @@ class Call {
             view.token_stride};
   }
 
-  [[nodiscard]] ChunkTask chunk_task(const Item& item, int slot) const {
+  [[nodiscard]] ChunkTask chunk_task(const Item* items, int num_items, int idx, int slot, bool starts_cold) const {
+    const Item& item = items[idx];
     const std::int64_t group = p_.group_size();
     const std::int64_t q_head = item.kv_head * group;
     ChunkTask t{};
@@ -204,16 +264,31 @@ class Call {
     const shared::TokenRange keys = seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
     const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
     t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
-    const bool first_head = heads_inside_ && item.kv_head == 0 && item.row_block == 0;
-    t.k_fetch_bytes = fetch_bytes(in_.k, p_.k_format, p_.head_dim_qk, first_head);
-    t.v_fetch_bytes = fetch_bytes(in_.v, p_.v_format, p_.head_dim_v, first_head);
     t.pair_dot = data_.policy.pair_dot != 0;
     t.row_tile = data_.policy.row_tile;
     t.step_tokens = data_.policy.step_tokens;
     t.prefetch_tokens = data_.policy.prefetch_tokens;
     t.prefetch_lines = data_.policy.prefetch_lines;
     t.prefetch_level = data_.policy.prefetch_level;
-    t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot) * data_.workspace.scratch_bytes);
+    t.k_fetch_bytes = format_bytes(p_.k_format, p_.head_dim_qk);
+    t.v_fetch_bytes = format_bytes(p_.v_format, p_.head_dim_v);
+    t.k_fetch = t.k;
+    t.v_fetch = t.v;
+    t.num_fetchers = 1;
+    t.starts_cold = starts_cold;
+    if (num_items > 1) {
+      // Even where a stream alone needs no requests: none of the processor's prefetchers follows several strided ones.
+      if (t.prefetch_tokens == 0) t.prefetch_tokens = t.step_tokens;
+      const std::int64_t heads = items[num_items - 1].kv_head - items[0].kv_head;
+      t.k_fetch_bytes += stride_bytes(p_.k_format, heads * in_.k.head_stride);
+      t.v_fetch_bytes += stride_bytes(p_.v_format, heads * in_.v.head_stride);
+      t.k_fetch = stream_of(in_.k, p_.k_format, items[0]);
+      t.v_fetch = stream_of(in_.v, p_.v_format, items[0]);
+      t.fetcher_idx = idx;
+      t.num_fetchers = num_items;
+    }
+    t.scratch = reinterpret_cast<float*>(scratch_ + static_cast<std::size_t>(slot * data_.policy.heads_per_step + idx) *
+                                                        data_.workspace.scratch_bytes);
     const std::int64_t first = first_partial(item) + item.chunk * data_.rows_per_stream;
     t.partial_o = partial_o_ + first * round_up(p_.head_dim_v, kPadFloats);
     t.partial_lse = partial_lse_ + first;
@@ -267,13 +342,16 @@ class Call {
   const Outputs& out_;
   const Target& target_;
   std::int64_t* item_starts_;
+  std::uint64_t* runs_;
   std::int32_t* counters_;
   float* partial_lse_;
   float* partial_o_;
   char* scratch_;
-  bool heads_inside_;          // tokens before heads in memory: a chunk's heads run one after the other
+  bool heads_inside_;  // tokens before heads in memory: a chunk's heads run one after the other
+  std::int64_t heads_per_step_;
   std::int64_t kv_bytes_ = 0;  // of the keys that any row sees
-  std::atomic<std::int64_t> next_item_{0};
+  int num_slots_ = 1;
+  std::int64_t unit_items_ = 1;
 };
 
 }  // namespace
@@ -282,16 +360,17 @@ void run(const core::PlanData& data, const Inputs& inputs, const Outputs& output
          const Context& context) {
   if (data.problem.num_seqs == 0 || data.problem.q_len == 0) return;
   Call call(data, inputs, outputs, workspace);
-  call.num_slots = call.num_workers(context.num_threads > 0 ? context.num_threads : data.device.num_threads);
-  if (call.num_slots <= 1) {
+  const int num_slots = call.num_workers(context.num_threads > 0 ? context.num_threads : data.device.num_threads);
+  call.share(num_slots);
+  if (num_slots <= 1) {
     call.work(0);
   } else if (context.parallel_for != nullptr) {
     context.parallel_for(
-        context.parallel_for_host, call.num_slots,
+        context.parallel_for_host, num_slots,
         [](void* c, std::int64_t slot) { static_cast<Call*>(c)->work(static_cast<int>(slot)); }, &call);
   } else {
     Pool::shared().run(
-        call.num_slots, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
+        num_slots, [](void* c, int slot) { static_cast<Call*>(c)->work(slot); }, &call);
   }
 }
 

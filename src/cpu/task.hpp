@@ -12,6 +12,7 @@ namespace kvonce::cpu {
 constexpr std::int64_t kPadFloats = 32;  // scratch and partial rows are padded to whole pairs of the widest vectors
 constexpr int kMaxRowTile = 8;
 constexpr std::int64_t kMaxStepTokens = 1024;
+constexpr int kMaxHeadsPerStep = 8;
 
 static constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -79,10 +80,15 @@ struct ChunkTask {
   bool causal;
   ScoreRules rules;
 
-  // Bytes per token that prefetches ask for: a row's, or those of every KV head where a token's heads lie side by side and
-  // this is the first of them to run.
+  // What prefetches ask for: of every token fetch_bytes from k_fetch, v_fetch on, which are token 0 of the first head that
+  // this worker takes step by step with this one. Of num_fetchers such tasks each asks for an equal part of a step's tokens.
+  const void* k_fetch;
+  const void* v_fetch;
   std::int64_t k_fetch_bytes;
   std::int64_t v_fetch_bytes;
+  std::int64_t fetcher_idx;
+  std::int64_t num_fetchers;
+  bool starts_cold;  // no earlier task of the worker has asked for the first step's keys
 
   bool pair_dot;  // bf16 q and K on a target with dot_pairs: score_tokens_dot
   std::int64_t row_tile;
@@ -144,7 +150,8 @@ struct Target {
   int max_row_tile;
   bool has_pair_dot;
   int one_pass_dims;  // of V that one row adds up in one pass
-  void (*attend_chunk)(const ChunkTask& task);
+  /// 1 to kMaxHeadsPerStep tasks, a step of each in turn: heads of one token chunk whose rows lie side by side.
+  void (*attend_chunk)(const ChunkTask* tasks, int num_tasks);
   void (*merge_rows)(const MergeTask& task);
 };
 

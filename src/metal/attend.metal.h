@@ -15,7 +15,7 @@
 //        [4] values: a token's V is read once, each row's weight comes from its lane
 //        [5] partials: normalised o and lse, joined over the token parts in threadgroup memory
 // Bytes: kv_len * (dqk + dv) * sizeof(T) for every stream and row block, once.
-// Registers: kRows * (dqk / 64 (16-bit q) + dv / 32) + 32 floats and a token: 100 at kRows 8 and d128.
+// Registers: kRows * (dqk / 64 (16-bit q) + dv / 32) + 32 floats and a token: 80 and the token at kRows 8 and d128.
 // Not here: paged caches, tree masks, segments, mask slopes; other K and V formats (affine.metal.h).
 #pragma once
 
@@ -76,15 +76,14 @@ struct VectorTile {
   }
 
   /// [2] The score of the lane's pair.
-  template <typename Pointer>
-  KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
-                          KV_THREAD const Rows<Pointer>& k, int token) {
+  template <typename K>
+  KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const K& k,
+                          int token) {
     float dots[32];
     KV_UNROLL
     for (int i = 0; i < kTokens; i++) {
-      const bool is_token = token + i < w.tokens.end;
-      T x[kQkCount];
-      load_dims<kDimQk, T>(row_of(k, is_token ? token + i : token), k.dim_stride, is_token, lane, x);
+      typename K::Element x[kQkCount];
+      load_token<kDimQk>(k, token + i, token + i < w.tokens.end, lane, x);
       KV_UNROLL
       for (int row = 0; row < kRows; row++) {
         float dot = 0.0f;
@@ -116,13 +115,12 @@ struct VectorTile {
   }
 
   /// [4] Adds a step's values. Where rows see different tokens those without weight stay away: 0 times a NaN is one.
-  template <typename Pointer>
-  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const Rows<Pointer>& v, int token) {
+  template <typename V>
+  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const V& v, int token) {
     KV_UNROLL
     for (int i = 0; i < kTokens; i++) {
-      const bool is_token = token + i < w.tokens.end;
-      T x[kVCount];
-      load_dims<kDimV, T>(row_of(v, is_token ? token + i : token), v.dim_stride, is_token, lane, x);
+      typename V::Element x[kVCount];
+      load_token<kDimV>(v, token + i, token + i < w.tokens.end, lane, x);
       KV_UNROLL
       for (int row = 0; row < kRows; row++) {
         const float weight = shuffle(p, row * kTokens + i);
@@ -134,9 +132,9 @@ struct VectorTile {
     }
   }
 
-  template <typename Pointer>
-  KV_FN void take_step(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const Rows<Pointer>& k,
-                       KV_THREAD const Rows<Pointer>& v, int token) {
+  template <typename K, typename V>
+  KV_FN void take_step(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const K& k,
+                       KV_THREAD const V& v, int token) {
     score_tokens(b, w, k, token);
     update_softmax();
     accumulate_values(w, v, token);
@@ -162,17 +160,26 @@ struct VectorTile {
   }
 };
 
+/// A simdgroup over K and V of any format.
+template <int kDimQk, int kDimV, int kRows, typename T, typename K, typename V>
+KV_FN void run_vector_tile(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP float* shared,
+                           KV_THREAD const Place& place, KV_THREAD const Work& w, KV_THREAD const K& k,
+                           KV_THREAD const V& v) {
+  VectorTile<T, kDimQk, kDimV, kRows> tile;
+  tile.lane = place.lane;
+  tile.load_row_tile(b, w);                                                     // [1]
+  for_each_step<kDimQk, kDimV, false, kRows>(tile, b, w, place, shared, k, v);  // [2] [3] [4]
+  tile.finish_rows();
+  store_partial<T, kDimV, kRows>(tile, b, w, place, shared);  // [5]
+}
+
 /// Of a simdgroup. shared: float[shared_floats(false, kRows, ...)].
 template <typename T, int kDimQk, int kDimV, int kRows>
 KV_FN void attend_vector(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP float* shared,
                          KV_THREAD const Place& place) {
   const Work w = find_work(b, place, kRows, step_tokens(false, kRows));
-  VectorTile<T, kDimQk, kDimV, kRows> tile;
-  tile.lane = place.lane;
-  tile.load_row_tile(b, w);                                                  // [1]
-  for_each_step<T, kDimQk, kDimV, false, kRows>(tile, b, w, place, shared);  // [2] [3] [4]
-  tile.finish_rows();
-  store_partial<T, kDimV, kRows>(tile, b, w, place, shared);  // [5]
+  run_vector_tile<kDimQk, kDimV, kRows>(b, shared, place, w, device_rows(b.k, b.k_strides, w),
+                                        device_rows(b.v, b.v_strides, w));
 }
 
 }  // namespace kvonce_metal

@@ -30,21 +30,6 @@ KV_FN int matrix_lane(int row, int column) {
   return (row & 4) * 4 + (row & 3) * 2 + (column & 4) * 2 + (column & 2) / 2;
 }
 
-/// `kCount` neighbouring elements, zeros without a token.
-template <int kCount, typename T, typename Pointer>
-KV_FN void load_neighbours(Pointer row, int dim, int64_t dim_stride, bool is_token, KV_THREAD float (&x)[kCount]) {
-  if (!is_token) {
-    KV_UNROLL
-    for (int e = 0; e < kCount; e++) x[e] = 0.0f;
-  } else if (dim_stride == 1) {
-    KV_UNROLL
-    for (int e = 0; e < kCount; e++) x[e] = float(row[dim + e]);
-  } else {
-    KV_UNROLL
-    for (int e = 0; e < kCount; e++) x[e] = float(row[(dim + e) * dim_stride]);
-  }
-}
-
 template <typename T, int kDimQk, int kDimV>
 struct MatrixTile {
   enum : int {
@@ -92,24 +77,20 @@ struct MatrixTile {
   }
 
   /// [2] The scores of the lane's row and its tokens.
-  template <typename Pointer>
-  KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
-                          KV_THREAD const Rows<Pointer>& k, int token) {
+  template <typename K>
+  KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const K& k,
+                          int token) {
     KV_UNROLL
     for (int i = 0; i < kTokenTiles; i++) {
       const int first = token + 8 * i + column;
-      const bool is_first = first < w.tokens.end;
-      const bool is_second = first + 1 < w.tokens.end;
-      Pointer first_row = row_of(k, is_first ? first : token);
-      Pointer second_row = row_of(k, is_second ? first + 1 : token);
       float2 dots = pair_of(0.0f, 0.0f);
       KV_UNROLL
       for (int g = 0; g < kQkTiles / kQkGroup; g++) {
         const int dim = g * (8 * kQkGroup) + row * kQkGroup;
         float x[kQkGroup];
         float y[kQkGroup];
-        load_neighbours<kQkGroup, T>(first_row, dim, k.dim_stride, is_first, x);
-        load_neighbours<kQkGroup, T>(second_row, dim, k.dim_stride, is_second, y);
+        load_neighbours<kQkGroup>(k, first, dim, first < w.tokens.end, x);
+        load_neighbours<kQkGroup>(k, first + 1, dim, first + 1 < w.tokens.end, y);
         KV_UNROLL
         for (int j = 0; j < kQkGroup; j++) {
           const int t = g * kQkGroup + j;
@@ -141,17 +122,15 @@ struct MatrixTile {
   }
 
   /// [4] Adds a step's values.
-  template <typename Pointer>
-  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const Rows<Pointer>& v, int token) {
+  template <typename V>
+  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const V& v, int token) {
     KV_UNROLL
     for (int i = 0; i < kTokenTiles; i++) {
       const int mine = token + 8 * i + row;
-      const bool is_token = mine < w.tokens.end;
-      Pointer from = row_of(v, is_token ? mine : token);
       KV_UNROLL
       for (int g = 0; g < kVTiles / kVGroup; g++) {
         float x[2 * kVGroup];
-        load_neighbours<2 * kVGroup, T>(from, g * (8 * kVGroup) + column * kVGroup, v.dim_stride, is_token, x);
+        load_neighbours<2 * kVGroup>(v, mine, g * (8 * kVGroup) + column * kVGroup, mine < w.tokens.end, x);
         if (w.rows_differ && has_special(x)) {
           accumulate_apart(p[i], g, x);
         } else {
@@ -190,9 +169,9 @@ struct MatrixTile {
     }
   }
 
-  template <typename Pointer>
-  KV_FN void take_step(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const Rows<Pointer>& k,
-                       KV_THREAD const Rows<Pointer>& v, int token) {
+  template <typename K, typename V>
+  KV_FN void take_step(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const K& k,
+                       KV_THREAD const V& v, int token) {
     score_tokens(b, w, k, token);
     update_softmax();
     accumulate_values(w, v, token);
@@ -221,17 +200,26 @@ struct MatrixTile {
   }
 };
 
+/// A simdgroup over K and V of any format.
+template <int kDimQk, int kDimV, typename T, typename K, typename V>
+KV_FN void run_matrix_tile(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP float* shared,
+                           KV_THREAD const Place& place, KV_THREAD const Work& w, KV_THREAD const K& k,
+                           KV_THREAD const V& v) {
+  MatrixTile<T, kDimQk, kDimV> tile;
+  tile.lane = place.lane;
+  tile.load_row_tile(b, w);                                                // [1]
+  for_each_step<kDimQk, kDimV, true, 8>(tile, b, w, place, shared, k, v);  // [2] [3] [4]
+  tile.finish_rows();
+  store_partial<T, kDimV, 8>(tile, b, w, place, shared);  // [5]
+}
+
 /// Of a simdgroup. shared: float[shared_floats(true, 8, ...)].
 template <typename T, int kDimQk, int kDimV>
 KV_FN void attend_matrix(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP float* shared,
                          KV_THREAD const Place& place) {
   const Work w = find_work(b, place, 8, step_tokens(true, 8));
-  MatrixTile<T, kDimQk, kDimV> tile;
-  tile.lane = place.lane;
-  tile.load_row_tile(b, w);                                             // [1]
-  for_each_step<T, kDimQk, kDimV, true, 8>(tile, b, w, place, shared);  // [2] [3] [4]
-  tile.finish_rows();
-  store_partial<T, kDimV, 8>(tile, b, w, place, shared);  // [5]
+  run_matrix_tile<kDimQk, kDimV>(b, shared, place, w, device_rows(b.k, b.k_strides, w),
+                                 device_rows(b.v, b.v_strides, w));
 }
 
 }  // namespace kvonce_metal

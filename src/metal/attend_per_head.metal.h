@@ -40,9 +40,9 @@ struct HeadTile {
 
   /// [2]
   KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
-                          KV_THREAD const Rows<KV_DEVICE const T*>& k, int token) {
+                          KV_THREAD const Rows<T, KV_DEVICE const T*>& k, int token) {
     T x[kQkCount];
-    load_dims<kDimQk, T>(row_of(k, token), k.dim_stride, true, lane, x);
+    load_token<kDimQk>(k, token, true, lane, x);
     float dot = 0.0f;
     KV_UNROLL
     for (int e = 0; e < kQkCount; e++) dot = multiply_add(q[e], float(x[e]), dot);
@@ -59,10 +59,10 @@ struct HeadTile {
   }
 
   /// [4] A key that its row does not see has its V not read.
-  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const Rows<KV_DEVICE const T*>& v, int token) {
+  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const Rows<T, KV_DEVICE const T*>& v, int token) {
     const bool is_token = !w.rows_differ || p != 0.0f;
     T x[kVCount];
-    load_dims<kDimV, T>(row_of(v, token), v.dim_stride, is_token, lane, x);
+    load_token<kDimV>(v, token, is_token, lane, x);
     KV_UNROLL
     for (int e = 0; e < kVCount; e++) o[e] = multiply_add(o[e], rescale, p * float(x[e]));
   }
@@ -89,8 +89,8 @@ KV_FN void attend_per_head(KV_THREAD const AttendBuffers<T>& b, KV_THREADGROUP f
   Work w = find_rows(b, place, param(b.params, kRowTiles));
   w.row_begin += place.simdgroup;
   if (w.row_begin >= w.num_rows) w.tokens.end = w.tokens.begin;  // no such row
-  const Rows<KV_DEVICE const T*> k = device_rows(b.k, b.k_strides, w.seq, w.kv_head);
-  const Rows<KV_DEVICE const T*> v = device_rows(b.v, b.v_strides, w.seq, w.kv_head);
+  const Rows<T, KV_DEVICE const T*> k = device_rows(b.k, b.k_strides, w);
+  const Rows<T, KV_DEVICE const T*> v = device_rows(b.v, b.v_strides, w);
   HeadTile<T, kDimQk, kDimV> tile;
   tile.lane = place.lane;
   tile.load_row_tile(b, w);  // [1]

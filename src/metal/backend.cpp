@@ -35,13 +35,15 @@ void require(bool served, const std::string& what, const std::string& instead) {
 }
 
 void require_problem(const Problem& p, const PlanOptions& options) {
-  core::require_listed_formats(p, Backend::metal, false);
   core::require_plain_layout(p, Backend::metal);
   const auto q_format = static_cast<KvFormat>(p.q_dtype);  // they agree in order
-  require(p.k_format == q_format && p.v_format == q_format,
+  const bool affine = p.k_format == KvFormat::mlx_int8 || p.k_format == KvFormat::mlx_int4;
+  require(p.k_format == p.v_format && (affine || p.k_format == q_format),
           "q_dtype " + std::string(to_string(p.q_dtype)) + " with k_format " + std::string(to_string(p.k_format)) +
               " and v_format " + std::string(to_string(p.v_format)),
-          "give q, K and V one type");
+          "give q, K and V one type, or K and V mlx_int8 or mlx_int4");
+  require(!affine || p.scales_dtype == p.q_dtype, "scales_dtype " + std::string(to_string(p.scales_dtype)),
+          "give scales and biases in q's type");
   require(p.mask != MaskKind::tree, "mask tree", "give the tree as a boolean mask over all keys");
   require(!p.has_mask_slopes, "has_mask_slopes", "multiply the mask beforehand");
   require(p.mask != MaskKind::additive || p.mask_dtype == DType::f32 || p.mask_dtype == p.q_dtype,

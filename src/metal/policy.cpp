@@ -58,8 +58,29 @@ struct Shape {
   std::int64_t rows;
   std::int64_t dim_qk;
   std::int64_t dim_v;
-  std::int64_t element_bytes;
+  std::int64_t q_bytes;       // of an element of q
+  std::int64_t staged_bytes;  // of an element of K and V in threadgroup memory
+  std::int64_t token_bytes;   // of a token's K and V of one head
+  bool affine;                // K and V are of one of MLX's quantised formats
 };
+
+bool is_affine(KvFormat format) { return format == KvFormat::mlx_int8 || format == KvFormat::mlx_int4; }
+
+Shape shape_of(const Problem& p) {
+  Shape s{};
+  s.rows = std::max<std::int64_t>(1, p.rows_per_stream());
+  s.dim_qk = p.head_dim_qk;
+  s.dim_v = p.head_dim_v;
+  s.q_bytes = p.q_dtype == DType::f32 ? 4 : 2;
+  s.affine = is_affine(p.k_format);
+  s.staged_bytes = s.affine ? 4 : s.q_bytes;
+  const std::int64_t dims = s.dim_qk + s.dim_v;
+  s.token_bytes = dims * s.q_bytes;
+  if (s.affine) {  // codes, and a scale and a bias of q's type per group
+    s.token_bytes = dims / (p.k_format == KvFormat::mlx_int8 ? 1 : 2) + 2 * s.q_bytes * (dims / p.quant_group);
+  }
+  return s;
+}
 
 struct Candidate {
   Body body = Body::vector;
@@ -80,18 +101,19 @@ std::int64_t lanes_of(std::int64_t dim) { return ceil_div(dim, kLanes); }
 std::int64_t shared_bytes(Body body, std::int64_t row_tile, const Shape& s, std::int64_t row_tiles,
                           std::int64_t token_parts) {
   return 4LL * kvonce_metal::shared_floats(body == Body::matrix, static_cast<int>(row_tile), static_cast<int>(s.dim_qk),
-                                           static_cast<int>(s.dim_v), static_cast<int>(s.element_bytes),
+                                           static_cast<int>(s.dim_v), static_cast<int>(s.staged_bytes),
                                            static_cast<int>(row_tiles), static_cast<int>(token_parts));
 }
 
 std::int64_t live_floats_of(Body body, std::int64_t row_tile, const Shape& s) {
+  const std::int64_t affine = s.affine ? 8 : 0;  // scales, biases, codes
   if (body == Body::matrix) {  // o and scores of two 8x8 matrices in float, q in its own type, operands
-    return 2 * ceil_div(s.dim_v, 8) + ceil_div(ceil_div(s.dim_qk, 8) * s.element_bytes, 2) + 20;
+    return 2 * ceil_div(s.dim_v, 8) + ceil_div(ceil_div(s.dim_qk, 8) * s.q_bytes, 2) + 20 + affine;
   }
   const std::int64_t scores = body == Body::per_head ? 0 : 32;
   const std::int64_t qk = lanes_of(s.dim_qk);
   const std::int64_t v = lanes_of(s.dim_v);
-  return row_tile * (qk + v) + scores + std::max(qk, v) + 8;
+  return row_tile * (ceil_div(qk * s.q_bytes, 4) + v) + scores + std::max(qk, v) + 8 + affine;  // q as stored
 }
 
 /// Issue slots of a simdgroup per 64 (row, token) pairs of full row tiles: instructions counted, each with its cost on Apple7 and
@@ -109,10 +131,12 @@ std::int64_t slots_of(Body body, std::int64_t row_tile, std::int64_t row_tiles, 
     const std::int64_t log2_tokens = std::bit_width(static_cast<std::uint64_t>(tokens)) - 1;
     slots = 2 * (tokens * (qk + v) + 32 * (qk + v) + 124 + 3 * log2_tokens + 15 + row_tile * (2 + v) + 64 + 11);
   }
+  // A code takes two instructions more than an element: out of its word, and scale * code + bias.
+  if (s.affine) slots += body == Body::matrix ? (s.dim_qk + s.dim_v) / 4 : 4 * (kLanes / row_tile) * (qk + v);
   if (row_tiles > 1) {
     const std::int64_t staged =
         kvonce_metal::stage_tokens(body == Body::matrix, static_cast<int>(row_tile), static_cast<int>(s.dim_qk),
-                                   static_cast<int>(s.dim_v), static_cast<int>(s.element_bytes));
+                                   static_cast<int>(s.dim_v), static_cast<int>(s.staged_bytes));
     slots += 64 * (staged * (qk + v) / row_tiles + kBarrierSlots) / (row_tile * staged);
   }
   return slots;
@@ -125,6 +149,10 @@ Candidate consider(Body body, std::int64_t row_tile, const Shape& s, const Capab
   c.live_floats = live_floats_of(body, row_tile, s);
   if (body == Body::matrix && (s.dim_qk % 16 != 0 || s.dim_v % 16 != 0)) {
     c.refusal = "head dims must be multiples of 16";
+    return c;
+  }
+  if (body == Body::per_head && s.affine) {
+    c.refusal = "the baseline serves no quantised caches";
     return c;
   }
   if (c.live_floats > kMaxLiveFloats) {
@@ -194,19 +222,19 @@ void require_asked(const Policy& asked, const Capabilities& gpu) {
             " threads");
 }
 
-std::string kernel_id(Body body, DType dtype, const Shape& s, std::int64_t row_tile) {
-  return std::string("attend_metal_") + to_string(body) + "_" + std::string(kvonce::to_string(dtype)) + "_d" +
+std::string kernel_id(Body body, KvFormat format, const Shape& s, std::int64_t row_tile) {
+  return std::string("attend_metal_") + to_string(body) + "_" + std::string(kvonce::to_string(format)) + "_d" +
          std::to_string(s.dim_qk) + "x" + std::to_string(s.dim_v) + "_r" + std::to_string(row_tile);
 }
 
-std::vector<Candidate> all_candidates(const Shape& s, DType dtype, const Capabilities& gpu, const Policy& asked) {
+std::vector<Candidate> all_candidates(const Shape& s, KvFormat format, const Capabilities& gpu, const Policy& asked) {
   constexpr std::pair<Body, std::int64_t> kAll[] = {{Body::vector, 1},  {Body::vector, 2},  {Body::vector, 4},
                                                     {Body::vector, 8},  {Body::vector, 16}, {Body::matrix, 8},
                                                     {Body::per_head, 1}};
   std::vector<Candidate> all;
   for (const auto& [body, tile] : kAll) {
     Candidate c = consider(body, tile, s, gpu, asked);
-    c.name = kernel_id(body, dtype, s, tile);
+    c.name = kernel_id(body, format, s, tile);
     if (c.refusal.empty()) {
       if (asked.body != 0 && asked.body != static_cast<std::int64_t>(body)) {
         c.refusal = "policy.body is " + std::to_string(asked.body);
@@ -256,9 +284,8 @@ std::int64_t choose_chunks(const Candidate& c, const Shape& s, std::int64_t step
   const std::int64_t simdgroups =
       std::max(c.row_tiles, c.token_parts) * std::max<std::int64_t>(1, streams * c.row_blocks);
   const auto goal = [&](std::int64_t per_core, std::int64_t weight) {
-    const std::int64_t least = std::max(
-        ceil_div(weight * 4 * block_rows * (s.dim_v + kPartialScalars), (s.dim_qk + s.dim_v) * s.element_bytes),
-        c.token_parts * step_tokens);
+    const std::int64_t least = std::max(ceil_div(weight * 4 * block_rows * (s.dim_v + kPartialScalars), s.token_bytes),
+                                        c.token_parts * step_tokens);
     const std::int64_t wanted = ceil_div((gpu.num_cores > 0 ? gpu.num_cores : kUnknownCores) * per_core, simdgroups);
     return std::min(wanted, ceil_div(tokens, least));
   };
@@ -287,7 +314,7 @@ void require_launch(const Problem& p, const Decision& d) {
 double predict_us(const Problem& p, const Shape& s, const Decision& d, const Capabilities& gpu, std::int64_t tokens) {
   const std::int64_t padded = d.body == Body::per_head ? s.rows : d.row_blocks * d.rows_per_worker;
   const double stream_tokens = static_cast<double>(p.num_seqs * p.num_kv_heads) * static_cast<double>(tokens);
-  const double read_bytes = stream_tokens * static_cast<double>((s.dim_qk + s.dim_v) * s.element_bytes);
+  const double read_bytes = stream_tokens * static_cast<double>(s.token_bytes);
   const double partial_bytes = 2.0 * static_cast<double>(d.workspace_bytes);
   const double bytes_us = (read_bytes + partial_bytes) / ((gpu.read_gbps > 0.0 ? gpu.read_gbps : kFitGbps) * 1e3);
   const double cores = gpu.num_cores > 0 ? static_cast<double>(gpu.num_cores) : kFitCores;
@@ -353,11 +380,19 @@ Decision choose(const Problem& p, const Capabilities& gpu, const Policy& asked) 
   };
   require_dim("head_dim_qk", p.head_dim_qk);
   require_dim("head_dim_v", p.head_dim_v);
+  if (is_affine(p.k_format)) {
+    const auto require_whole = [](const char* name, std::int64_t dim) {
+      core::require_served(dim % 64 == 0, Backend::metal,
+                           name + std::string(" ") + std::to_string(dim) + " with a quantised cache",
+                           "use a multiple of 64");
+    };
+    require_whole("head_dim_qk", p.head_dim_qk);
+    require_whole("head_dim_v", p.head_dim_v);
+  }
   require_asked(asked, gpu);
-  const Shape s{std::max<std::int64_t>(1, p.rows_per_stream()), p.head_dim_qk, p.head_dim_v,
-                p.q_dtype == DType::f32 ? 4 : 2};
+  const Shape s = shape_of(p);
   Decision d;
-  const Candidate c = pick(all_candidates(s, p.q_dtype, gpu, asked), s.rows, asked, d.rejected);
+  const Candidate c = pick(all_candidates(s, p.k_format, gpu, asked), s.rows, asked, d.rejected);
   const bool per_head = c.body == Body::per_head;
   d.body = c.body;
   d.kernel_id = c.name;

@@ -26,7 +26,7 @@ struct Capabilities {
 /// What to launch, in the words of metal/params.h.
 struct Decision {
   Body body = Body::vector;
-  std::string kernel_id;                // attend_metal_<body>_<dtype>_d<qk>x<v>_r<row_tile>
+  std::string kernel_id;                // attend_metal_<body>_<kv format>_d<qk>x<v>_r<row_tile>
   std::int64_t row_tile = 1;            // the template's kRows
   std::int64_t rows_per_worker = 1;     // row_tile * row_tiles; 1 for per_head
   std::int64_t row_blocks = 1;          // of a KV stream's rows, one threadgroup each
@@ -52,7 +52,8 @@ struct Decision {
 /// Throws Error{Unavailable} for a target that is no Apple GPU family from 7 on, Error{InvalidArgument} for other fields.
 Capabilities capabilities(const Device& device);
 
-/// `problem` is valid and resolved, its q, K and V are of one plain type. Throws Error{InvalidArgument} for a policy that
+/// `problem` is valid and resolved; q, K and V are of one plain type, or K and V of one of MLX's quantised formats with
+/// scales of q's type. Throws Error{InvalidArgument} for a policy that
 /// cannot be and Error{Unsupported} for a problem that the kernels do not serve.
 Decision choose(const Problem& problem, const Capabilities& gpu, const Policy& asked);
 

@@ -42,26 +42,51 @@ KV_FN void load_dims(Pointer row, int64_t dim_stride, bool is_token, int lane,
   }
 }
 
-/// Tokens of one KV head as a step finds them: token t's row is at data + (t - first) * token_stride. Pointer: into device
-/// or threadgroup memory.
-template <typename Pointer>
+/// Tokens of one KV head as a step finds them: token t's row is at data + (t - first) * token_stride. Pointer: to T, in device
+/// or threadgroup memory. Other formats have a type of their own with the same functions (affine.metal.h).
+template <typename T, typename Pointer>
 struct Rows {
+  typedef T Element;  // what a load leaves in registers
   Pointer data;
   int64_t token_stride;
   int64_t dim_stride;
   int first;
 };
 
-template <typename Pointer>
-KV_FN Pointer row_of(KV_THREAD const Rows<Pointer>& rows, int token) {
+template <typename T, typename Pointer>
+KV_FN Pointer row_of(KV_THREAD const Rows<T, Pointer>& rows, int token) {
   return rows.data + (token - rows.first) * rows.token_stride;
 }
 
+/// A lane's elements of a token. Without one (is_token false) they are zeros and nothing is read.
+template <int kDim, typename T, typename Pointer>
+KV_FN void load_token(KV_THREAD const Rows<T, Pointer>& rows, int token, bool is_token, int lane,
+                      KV_THREAD T (&x)[LaneDims<kDim>::kCount]) {
+  load_dims<kDim, T>(row_of(rows, is_token ? token : rows.first), rows.dim_stride, is_token, lane, x);
+}
+
+/// `kCount` neighbouring dims of a token from `dim` on, a multiple of kCount; zeros without a token.
+template <int kCount, typename T, typename Pointer>
+KV_FN void load_neighbours(KV_THREAD const Rows<T, Pointer>& rows, int token, int dim, bool is_token,
+                           KV_THREAD float (&x)[kCount]) {
+  Pointer row = row_of(rows, is_token ? token : rows.first);
+  if (!is_token) {
+    KV_UNROLL
+    for (int e = 0; e < kCount; e++) x[e] = 0.0f;
+  } else if (rows.dim_stride == 1) {
+    KV_UNROLL
+    for (int e = 0; e < kCount; e++) x[e] = float(row[dim + e]);
+  } else {
+    KV_UNROLL
+    for (int e = 0; e < kCount; e++) x[e] = float(row[(dim + e) * rows.dim_stride]);
+  }
+}
+
 template <typename T>
-KV_FN Rows<KV_DEVICE const T*> device_rows(KV_DEVICE const T* data, KV_CONSTANT const int64_t* strides, int seq,
-                                           int head) {
-  Rows<KV_DEVICE const T*> rows;
-  rows.data = data + seq * strides[0] + head * strides[1];
+KV_FN Rows<T, KV_DEVICE const T*> device_rows(KV_DEVICE const T* data, KV_CONSTANT const int64_t* strides,
+                                              KV_THREAD const Work& w) {
+  Rows<T, KV_DEVICE const T*> rows;
+  rows.data = data + w.seq * strides[0] + w.kv_head * strides[1];
   rows.token_stride = strides[2];
   rows.dim_stride = strides[3];
   rows.first = 0;
@@ -70,20 +95,19 @@ KV_FN Rows<KV_DEVICE const T*> device_rows(KV_DEVICE const T* data, KV_CONSTANT 
 
 /// Copies tokens [first, first + count) into threadgroup memory, [count, kDim] packed, zeros from `end` on. The simdgroups of
 /// the threadgroup take a token each in turn.
-template <int kDim, typename T>
-KV_FN Rows<KV_THREADGROUP const T*> stage_rows(KV_THREAD const Rows<KV_DEVICE const T*>& from, KV_THREADGROUP T* to,
-                                               int first, int count, int end, KV_THREAD const Place& place,
-                                               int num_simdgroups) {
+template <int kDim, typename Source, typename T>
+KV_FN Rows<T, KV_THREADGROUP const T*> stage_rows(KV_THREAD const Source& from, KV_THREADGROUP T* to, int first,
+                                                  int count, int end, KV_THREAD const Place& place,
+                                                  int num_simdgroups) {
   for (int i = place.simdgroup; i < count; i += num_simdgroups) {
-    const bool is_token = first + i < end;
     T x[LaneDims<kDim>::kCount];
-    load_dims<kDim, T>(row_of(from, is_token ? first + i : first), from.dim_stride, is_token, place.lane, x);
+    load_token<kDim>(from, first + i, first + i < end, place.lane, x);
     KV_UNROLL
     for (int e = 0; e < LaneDims<kDim>::kCount; e++) {
       if (LaneDims<kDim>::exists(place.lane, e)) to[i * kDim + LaneDims<kDim>::dim(place.lane, e)] = x[e];
     }
   }
-  Rows<KV_THREADGROUP const T*> rows;
+  Rows<T, KV_THREADGROUP const T*> rows;
   rows.data = to;
   rows.token_stride = kDim;
   rows.dim_stride = 1;
@@ -91,28 +115,29 @@ KV_FN Rows<KV_THREADGROUP const T*> stage_rows(KV_THREAD const Rows<KV_DEVICE co
   return rows;
 }
 
-/// Runs the simdgroup's tokens through `tile`, a step at a time. Where row tiles share the tokens, through threadgroup memory.
-template <typename T, int kDimQk, int kDimV, bool kMatrix, int kRows, typename Tile>
+/// Runs the simdgroup's tokens of K and V through `tile`, a step at a time. Where row tiles share the tokens, through
+/// threadgroup memory. K and V: Rows, or another format's.
+template <int kDimQk, int kDimV, bool kMatrix, int kRows, typename T, typename Tile, typename K, typename V>
 KV_FN void for_each_step(KV_THREAD Tile& tile, KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
-                         KV_THREAD const Place& place, KV_THREADGROUP float* shared) {
-  const Rows<KV_DEVICE const T*> k = device_rows(b.k, b.k_strides, w.seq, w.kv_head);
-  const Rows<KV_DEVICE const T*> v = device_rows(b.v, b.v_strides, w.seq, w.kv_head);
+                         KV_THREAD const Place& place, KV_THREADGROUP float* shared, KV_THREAD const K& k,
+                         KV_THREAD const V& v) {
+  typedef typename K::Element Element;  // of V too
   const int row_tiles = param(b.params, kRowTiles);
   constexpr int kStep = step_tokens(kMatrix, kRows);
   if (row_tiles <= 1) {
     for (int token = w.tokens.begin; token < w.tokens.end; token += kStep) tile.take_step(b, w, k, v, token);
     return;
   }
-  constexpr int kStage = stage_tokens(kMatrix, kRows, kDimQk, kDimV, int(sizeof(T)));
-  KV_THREADGROUP T* k_stage = (KV_THREADGROUP T*)shared;
-  KV_THREADGROUP T* v_stage = k_stage + kStage * kDimQk;
+  constexpr int kStage = stage_tokens(kMatrix, kRows, kDimQk, kDimV, int(sizeof(Element)));
+  KV_THREADGROUP Element* k_stage = (KV_THREADGROUP Element*)shared;
+  KV_THREADGROUP Element* v_stage = k_stage + kStage * kDimQk;
   for (int first = w.tokens.begin; first < w.tokens.end; first += kStage) {
     const int count = smaller_int(kStage, round_up(w.tokens.end - first, kStep));
     barrier();  // the stage before has been used
-    const Rows<KV_THREADGROUP const T*> k_rows =
-        stage_rows<kDimQk, T>(k, k_stage, first, count, w.tokens.end, place, row_tiles);
-    const Rows<KV_THREADGROUP const T*> v_rows =
-        stage_rows<kDimV, T>(v, v_stage, first, count, w.tokens.end, place, row_tiles);
+    const Rows<Element, KV_THREADGROUP const Element*> k_rows =
+        stage_rows<kDimQk>(k, k_stage, first, count, w.tokens.end, place, row_tiles);
+    const Rows<Element, KV_THREADGROUP const Element*> v_rows =
+        stage_rows<kDimV>(v, v_stage, first, count, w.tokens.end, place, row_tiles);
     barrier();
     for (int i = 0; i < count; i += kStep) tile.take_step(b, w, k_rows, v_rows, first + i);
   }

@@ -66,6 +66,42 @@ TEST_P(InvarianceTest, PrefetchesChangeNoBit) {
   }
 }
 
+// Heads side by side in memory, a step of each in turn or one after the other; with masks that differ from head to head.
+TEST_P(InvarianceTest, HeadsPerStepChangesNoBit) {
+  for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16, KvFormat::q8_0}) {
+    for (const std::int64_t kv_heads : {2, 3, 9}) {
+      for (const MaskKind mask : {MaskKind::none, MaskKind::boolean}) {
+        if (quick() && kv_heads != 3) continue;
+        CaseSpec spec = typical(2, format, 64, 3, kv_heads);
+        if (format == KvFormat::q8_0) spec.problem.q_dtype = DType::f32;
+        spec.options.policy.step_tokens = 16;
+        spec.options.chunk_tokens = 56;
+        if (mask != MaskKind::none) {
+          spec.problem.mask = mask;
+          spec.problem.causal = false;
+          spec.mask_value = [](std::int64_t seq, std::int64_t head, std::int64_t row, std::int64_t key) {
+            return (key / 16 + head + row + seq) % 3 != 0 ? 1.0 : 0.0;  // whole steps are skipped by some heads
+          };
+        }
+        const auto apart = result_bytes(spec);
+        expect_oracle(spec);
+        spec.k.token_major = spec.v.token_major = true;
+        for (const std::int64_t heads : {1, 2, 3, 8}) {
+          for (const int threads : {1, 3}) {
+            for (const std::int64_t level : {1, 2}) {
+              spec.options.policy.heads_per_step = heads;
+              spec.options.policy.prefetch_level = level;
+              spec.num_threads = threads;
+              EXPECT_EQ(apart, result_bytes(spec)) << spec.name << " kv_heads " << kv_heads << " heads " << heads
+                                                   << " threads " << threads << " level " << level;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(InvarianceTest, RepetitionChangesNoBit) {
   for (const std::int64_t kv_heads : {1, 2, 5}) {
     CaseSpec spec = typical(2, KvFormat::bf16, 128, 4, kv_heads);

@@ -113,7 +113,8 @@ TEST_P(RefusalTest, PolicyFieldsActOrAreRefused) {
                                                                    {"prefetch_tokens", &Policy::prefetch_tokens},
                                                                    {"prefetch_lines", &Policy::prefetch_lines},
                                                                    {"worker_bytes", &Policy::worker_bytes},
-                                                                   {"prefetch_level", &Policy::prefetch_level}};
+                                                                   {"prefetch_level", &Policy::prefetch_level},
+                                                                   {"heads_per_step", &Policy::heads_per_step}};
   for (const auto& [name, member] : fields) {
     for (const std::int64_t value : {1, 2, 3, 5, 8, 16, 17, 64, 100, 4096}) {
       CaseSpec spec = typical(3, KvFormat::f16, 64, 5, 2);

@@ -159,9 +159,10 @@ TEST(PlanTest, EveryPolicyFieldIsDecidedAndAskedFieldsAreKept) {
   EXPECT_GE(chosen.pair_dot, 0);
   EXPECT_GT(chosen.worker_bytes, 0);
   EXPECT_GT(chosen.prefetch_level, 0);
+  EXPECT_GT(chosen.heads_per_step, 0);
 
   PlanOptions options;
-  options.policy = {2, 16, 640, 48, 0, 2, 0, 4096, 2};
+  options.policy = {2, 16, 640, 48, 0, 2, 0, 4096, 2, 3};
   const Policy kept = make_plan(decode_problem(), device(), options).policy();
   EXPECT_EQ(to_string(kept), to_string(options.policy));
 }
@@ -205,6 +206,8 @@ TEST(PlanTest, ImpossiblePolicyFieldsAreRefusedByName) {
       {"worker_bytes", &Policy::worker_bytes, -1},
       {"prefetch_level", &Policy::prefetch_level, 3},
       {"prefetch_level", &Policy::prefetch_level, -1},
+      {"heads_per_step", &Policy::heads_per_step, 9},
+      {"heads_per_step", &Policy::heads_per_step, -1},
       {"chunk_tokens", &Policy::chunk_tokens, std::numeric_limits<std::int64_t>::max()},
       {"rows_per_worker", &Policy::rows_per_worker, std::numeric_limits<std::int64_t>::max()},
   };
@@ -281,10 +284,11 @@ TEST(PlanTest, WorkspacePartsAreAlignedAndDoNotOverlap) {
     };
     std::vector<Part> parts = {
         {w.item_starts, 8 * static_cast<std::size_t>(p.num_seqs + 1)},
+        {w.runs, 64 * static_cast<std::size_t>(threads)},
         {w.counters, 4 * streams * static_cast<std::size_t>(plan.read_factor())},
         {w.partial_lse, 4 * partials},
         {w.partial_o, 4 * partials * static_cast<std::size_t>(p.head_dim_v)},
-        {w.scratch, w.scratch_bytes * static_cast<std::size_t>(threads)},
+        {w.scratch, w.scratch_bytes * static_cast<std::size_t>(threads * plan.policy().heads_per_step)},
     };
     std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
     for (std::size_t i = 0; i < parts.size(); ++i) {

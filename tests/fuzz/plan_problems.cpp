@@ -219,9 +219,10 @@ std::string judge(const Plan& plan) {
   if (policy.prefetch_tokens < 0) return "policy.prefetch_tokens " + std::to_string(policy.prefetch_tokens);
   if (policy.prefetch_lines < 1) return "policy.prefetch_lines " + std::to_string(policy.prefetch_lines);
   if (policy.prefetch_level < 1) return "policy.prefetch_level " + std::to_string(policy.prefetch_level);
+  if (policy.heads_per_step < 1) return "policy.heads_per_step " + std::to_string(policy.heads_per_step);
   const core::WorkspaceLayout& layout = plan.data().workspace;
-  for (const std::size_t offset : {layout.item_starts, layout.counters, layout.partial_lse, layout.partial_o,
-                                   layout.scratch, layout.scratch_bytes}) {
+  for (const std::size_t offset : {layout.item_starts, layout.runs, layout.counters, layout.partial_lse,
+                                   layout.partial_o, layout.scratch, layout.scratch_bytes}) {
     if (offset > layout.total_bytes) return "a part of the workspace begins after its end";
   }
   if (!p.scale.has_value() || p.head_dim_v < 1) return "the problem was not resolved";
@@ -285,6 +286,13 @@ Trial try_plan(Choices& choices, const std::vector<Device>& known) {
     trial.problem.head_dim_v = std::min<std::int64_t>(trial.problem.head_dim_v, 512);
     trial.problem.k_format = trial.problem.v_format = static_cast<KvFormat>(choices.below(3));
     trial.problem.q_dtype = static_cast<DType>(trial.problem.k_format);
+    if (choices.below(4) == 0) {  // or one of MLX's formats for K and V
+      trial.problem.k_format = trial.problem.v_format = choices.below(2) == 0 ? KvFormat::mlx_int8 : KvFormat::mlx_int4;
+      trial.problem.quant_group = 64;
+      trial.problem.scales_dtype = trial.problem.q_dtype;
+      trial.problem.head_dim_qk = choices.pick(std::vector<std::int64_t>{64, 128, 192, 256, 512});
+      trial.problem.head_dim_v = 0;
+    }
   }
   trial.options = random_options(choices, trial.device);
   try {

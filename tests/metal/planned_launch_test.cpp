@@ -59,8 +59,8 @@ emulation::Choice choice_of(const metal::Decision& d) {
   return choice;
 }
 
-void check(const Geometry& g, const std::string& policy) {
-  const CaseSpec spec = case_of(g, policy);
+void check(const CaseSpec& spec) {
+  const Problem& p = spec.problem;
   const Plan plan = make_plan(spec.problem, metal_device("apple9", 8), spec.options);
   const metal::Decision& d = dynamic_cast<const metal::MetalPlan&>(*plan.data().backend_plan).decision;
   const emulation::Choice choice = choice_of(d);
@@ -70,23 +70,38 @@ void check(const Geometry& g, const std::string& policy) {
   EXPECT_EQ(32 * launch.num_simdgroups, d.threads) << spec.name;
   EXPECT_EQ(4 * launch.shared_floats, d.threadgroup_bytes) << spec.name;
   EXPECT_EQ(4 * launch.merge_shared_floats, d.merge_threadgroup_bytes) << spec.name;
-  EXPECT_EQ(launch.grid_y, g.num_kv_heads * d.row_blocks) << spec.name;
+  EXPECT_EQ(launch.grid_y, p.num_kv_heads * d.row_blocks) << spec.name;
   EXPECT_EQ(launch.read_factor, plan.read_factor()) << spec.name;
-  EXPECT_EQ(launch.num_rows * d.num_chunks * (g.head_dim + 2) * 4, static_cast<std::int64_t>(plan.workspace_bytes()));
+  EXPECT_EQ(launch.num_rows * d.num_chunks * (p.head_dim_qk + 2) * 4,
+            static_cast<std::int64_t>(plan.workspace_bytes()));
   const CaseResult result = check_emulated(spec, choice);
   EXPECT_EQ(result.status, CaseResult::passed) << plan.kernel_id() << ", " << result.name << ": " << result.detail;
 }
 
-TEST(PlannedLaunchTest, WhatThePolicyChoosesGivesTheRightResult) {
-  for (const Geometry& g : kGeometries) check(g, "");
+TEST(MetalPlannedLaunchTest, WhatThePolicyChoosesGivesTheRightResult) {
+  for (const Geometry& g : kGeometries) check(case_of(g, ""));
 }
 
-TEST(PlannedLaunchTest, SoDoesWhatIsAskedOf) {
+TEST(MetalPlannedLaunchTest, SoDoesWhatIsAskedOf) {
   for (const char* policy : {"body=1", "body=2", "body=3", "body=2,chunk_tokens=37", "splits=5,simdgroups=1",
                              "body=2,simdgroups=4", "body=1,row_tile=4,rows_per_worker=4", "body=2,splits=90"}) {
-    check({16, 2, 128, 1}, policy);
+    check(case_of({16, 2, 128, 1}, policy));
   }
-  check({7, 1, 192, 2}, "body=2");
+  check(case_of({7, 1, 192, 2}, "body=2"));
+}
+
+TEST(MetalPlannedLaunchTest, SoDoQuantisedCaches) {
+  for (const KvFormat format : {KvFormat::mlx_int8, KvFormat::mlx_int4}) {
+    for (const Geometry& g : {Geometry{16, 2, 128, 1}, Geometry{14, 2, 128, 3}, Geometry{16, 2, 64, 1}}) {
+      CaseSpec spec = case_of(g, "body=2");
+      Problem& p = spec.problem;
+      p.k_format = p.v_format = format;
+      p.quant_group = 64;
+      p.scales_dtype = p.q_dtype;
+      spec.name += " " + std::string(to_string(format));
+      check(spec);
+    }
+  }
 }
 
 }  // namespace

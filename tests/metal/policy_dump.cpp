@@ -1,5 +1,5 @@
 // Plans for the problems on standard input, one per line, and prints every field of the decision or the refusal.
-// In:  num_seqs q_len num_q_heads num_kv_heads head_dim_qk head_dim_v max_kv_len window dtype target num_cores
+// In:  num_seqs q_len num_q_heads num_kv_heads head_dim_qk head_dim_v max_kv_len window dtype kv_format quant_group target num_cores
 //      threadgroup_bytes max_threads read_gbps body row_tile rows_per_worker chunk_tokens step_tokens splits simdgroups
 // Out: name=value, tab, ...; or error=CODE, tab, message=TEXT
 #include <cstdio>
@@ -60,11 +60,13 @@ int main() {
     kvonce::PlanOptions options;
     kvonce::Policy& policy = options.policy;
     std::string dtype;
+    std::string kv_format;
     std::istringstream in(line);
     in >> p.num_seqs >> p.q_len >> p.num_q_heads >> p.num_kv_heads >> p.head_dim_qk >> p.head_dim_v >> p.max_kv_len >>
-        p.window >> dtype >> device.target >> device.num_sms >> device.threadgroup_bytes >>
-        device.max_threadgroup_threads >> device.read_gbps >> policy.body >> policy.row_tile >>
-        policy.rows_per_worker >> policy.chunk_tokens >> policy.step_tokens >> policy.splits >> policy.simdgroups;
+        p.window >> dtype >> kv_format >> p.quant_group >> device.target >> device.num_sms >>
+        device.threadgroup_bytes >> device.max_threadgroup_threads >> device.read_gbps >> policy.body >>
+        policy.row_tile >> policy.rows_per_worker >> policy.chunk_tokens >> policy.step_tokens >> policy.splits >>
+        policy.simdgroups;
     if (!in) {
       std::cerr << "not a problem: " << line << '\n';
       return 2;
@@ -73,6 +75,11 @@ int main() {
       if (to_string(known) == dtype) p.q_dtype = p.out_dtype = known;
     }
     p.k_format = p.v_format = static_cast<kvonce::KvFormat>(p.q_dtype);
+    for (const kvonce::KvFormat affine : {kvonce::KvFormat::mlx_int8, kvonce::KvFormat::mlx_int4}) {
+      if (to_string(affine) != kv_format) continue;
+      p.k_format = p.v_format = affine;
+      p.scales_dtype = p.q_dtype;
+    }
     try {
       print(make_plan(p, device, options));
     } catch (const kvonce::Error& error) {

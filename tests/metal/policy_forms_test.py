@@ -35,6 +35,11 @@ def random_problem(rng, policy):
         "head_dim_v": 128 if rng.random() < 0.1 else rng.choice((0, dims, dims, rng.randint(1, 512))),
         "max_kv_len": rng.choice((0, 1, 2, 100, 127, 2048, 8192, 32768, 131072, rng.randint(1, 100000), 2147483647)),
         "window": rng.choice((0, 0, 0, 1, 17, 512, 4096)), "dtype": rng.choice(("f32", "f16", "bf16"))}
+    if rng.random() < 0.25:
+        problem["kv_format"] = rng.choice(("mlx_int8", "mlx_int4"))
+        problem["quant_group"] = group = rng.choice((32, 64, 128))
+        problem["head_dim_qk"] = max(group, dims // group * group)
+        problem["head_dim_v"] = rng.choice((0, 256))
     gpu = policy.Gpu(family=rng.choice((7, 8, 9, 10, 11, 6, 99) if rng.random() < 0.2 else (7, 8, 9, 10)),
                      num_cores=rng.choice((0, 0, 5, 8, 10, 16, 18, 20, 40, 80, -1 if rng.random() < 0.1 else 7)),
                      threadgroup_bytes=rng.choice((0, 0, 0, 32768, 65536, 16384, 20000, 1 if rng.random() < 0.2 else 0)),
@@ -42,11 +47,11 @@ def random_problem(rng, policy):
                      read_gbps=rng.choice((0.0, 0.0, 68.0, 273.5, 546.0, -1.0)))
     asked = {}
     if rng.random() < 0.4:
-        choices = {"body": (1, 2, 3, 3, 3, 0, 4), "row_tile": (1, 2, 4, 8, 16, 3, -1),
+        choices = {"body": (1, 2, 3, 3, 3, 3, 3, 0, 4), "row_tile": (1, 2, 4, 8, 16, 3, -1),
                    "rows_per_worker": (1, 2, 4, 8, 16, 32, 64, 256, 257, 12), "step_tokens": (16, 4, 8, 32, 1, 2),
                    "chunk_tokens": (1, 64, 100, 1000, 4096, 1 << 30, 1 << 31, -5), "splits": (1, 2, 30, 128, 65535, 65536),
                    "simdgroups": (1, 2, 4, 8, 16, 32, 6, 33)}
-        for name in rng.sample(POLICY_FIELDS, rng.choice((1, 1, 2, 3))) + ["body"] * (rng.random() < 0.3):
+        for name in rng.sample(POLICY_FIELDS, rng.choice((1, 1, 2, 3))) + ["body"] * (rng.random() < 0.5):
             asked[name] = rng.choice(choices[name])
     return problem, gpu, asked
 
@@ -54,6 +59,7 @@ def random_problem(rng, policy):
 def line_of(problem, gpu, asked):
     words = [problem[name] for name in ("num_seqs", "q_len", "num_q_heads", "num_kv_heads", "head_dim_qk", "head_dim_v",
                                         "max_kv_len", "window", "dtype")]
+    words += [problem.get("kv_format", "plain"), problem.get("quant_group", 0)]
     words += [f"apple{gpu.family}", gpu.num_cores, gpu.threadgroup_bytes, gpu.max_threads, gpu.read_gbps]
     return " ".join(str(word) for word in words + [asked.get(name, 0) for name in POLICY_FIELDS])
 

@@ -103,16 +103,15 @@ TEST(MetalPolicyTest, NoLaunchExceedsTheLimitsOfTheGpu) {
   EXPECT_GT(planned, 10000);
 }
 
-TEST(MetalPolicyTest, KvIsReadOnceUpTo32Rows) {
+TEST(MetalPolicyTest, KvIsReadOnceUpTo32RowsAndMore) {
   struct Dims {
     std::int64_t qk, v, most_rows;
   };
-  // A threadgroup of 256 threads holds 16 rows of 256 dims.
-  constexpr Dims kDims[] = {{64, 64, 32},   {80, 80, 32},   {96, 96, 32},  {128, 128, 32},
-                            {192, 192, 32}, {192, 128, 32}, {256, 256, 16}};
+  constexpr Dims kDims[] = {{64, 64, 64},   {80, 80, 64},   {96, 96, 64},  {128, 128, 64},
+                            {192, 192, 32}, {192, 128, 32}, {256, 256, 32}};
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
     for (const Dims& dims : kDims) {
-      for (std::int64_t rows = 1; rows <= dims.most_rows; ++rows) {
+      for (std::int64_t rows = 1; rows <= (dtype == DType::f32 && dims.qk == 256 ? 16 : dims.most_rows); ++rows) {
         Problem p = problem(4 * rows, 4, dims.qk, 8192);
         p.head_dim_v = dims.v;
         p.q_dtype = dtype;
@@ -122,11 +121,14 @@ TEST(MetalPolicyTest, KvIsReadOnceUpTo32Rows) {
     }
   }
   EXPECT_EQ(make_plan(problem(32, 8, 128, 8192, 8), metal_device("apple7")).read_factor(), 1);
-  // Where more threads are known to be allowed, 32.
+  // 256 threads hold 16 rows of 256 dims in float32; where more are known to be allowed, 32.
+  Problem wide = problem(32, 1, 256, 8192);
+  wide.q_dtype = DType::f32;
+  wide.k_format = wide.v_format = KvFormat::f32;
   Device gpu = metal_device("apple9");
-  EXPECT_EQ(make_plan(problem(32, 1, 256, 8192), gpu).read_factor(), 2);
+  EXPECT_EQ(make_plan(wide, gpu).read_factor(), 2);
   gpu.max_threadgroup_threads = 1024;
-  EXPECT_EQ(make_plan(problem(32, 1, 256, 8192), gpu).read_factor(), 1);
+  EXPECT_EQ(make_plan(wide, gpu).read_factor(), 1);
 }
 
 TEST(MetalPolicyTest, TheBaselineRunsOnRequestOnlyAndReadsOncePerRow) {
@@ -217,6 +219,32 @@ TEST(MetalPolicyTest, ChunkTokensFixTheSplit) {
   EXPECT_EQ(decision(make_plan(problem(32, 4, 128, 10000), metal_device("apple9"))).fixed_chunk_tokens, 0);
 }
 
+TEST(MetalPolicyTest, QuantisedCachesRunOnTheSameBodies) {
+  Problem p = problem(32, 4, 128, 32768);
+  p.k_format = p.v_format = KvFormat::mlx_int8;
+  p.quant_group = 64;
+  p.scales_dtype = DType::f16;
+  const Plan plan = make_plan(p, metal_device("apple10", 20));
+  EXPECT_EQ(plan.kernel_id(), "attend_metal_matrix_mlx_int8_d128x128_r8");
+  EXPECT_EQ(plan.read_factor(), 1);
+  // Codes, and 2 + 2 bytes of scale and bias for 64 of them.
+  EXPECT_EQ(plan.max_kv_bytes(), 4 * 32768 * 256 * 17 / 16);
+  EXPECT_GT(decision(plan).slots, decision(make_plan(problem(32, 4, 128, 32768), metal_device("apple10", 20))).slots);
+  expect_error([&] { make_plan(p, metal_device("apple10"), with("body=3")); }, ErrorCode::InvalidArgument,
+               "the baseline serves no quantised caches");
+  Problem other = p;
+  other.scales_dtype = DType::f32;
+  expect_error([&] { make_plan(other, metal_device("apple10")); }, ErrorCode::Unsupported, "scales_dtype f32");
+  other = p;
+  other.head_dim_qk = 96;
+  other.quant_group = 32;
+  expect_error([&] { make_plan(other, metal_device("apple10")); }, ErrorCode::Unsupported,
+               "head_dim_qk 96 with a quantised cache");
+  other = p;
+  other.v_format = KvFormat::mlx_int4;
+  expect_error([&] { make_plan(other, metal_device("apple10")); }, ErrorCode::Unsupported, "give q, K and V one type");
+}
+
 TEST(MetalPolicyTest, ExplainLabelsThePredictionAndSaysWhyOthersWereRejected) {
   const std::string text = make_plan(problem(32, 4, 128, 32768), metal_device("apple10", 20)).explain();
   for (const char* part :
@@ -267,7 +295,7 @@ TEST(MetalPolicyTest, RefusalsNameTheArgument) {
   for (const auto& [policy, words] : std::vector<std::pair<std::string, std::string>>{
            {"body=4", "policy.body: got 4"},
            {"row_tile=3", "policy.row_tile: got 3"},
-           {"row_tile=16", "d128x128_r16: 172 floats a lane, at most 96 stay in registers"},
+           {"row_tile=16", "d128x128_r16: 140 floats a lane, at most 96 stay in registers"},
            {"body=2,row_tile=4", "policy.row_tile: got 4, allowed: 0 (choose) or 8 for the matrix body"},
            {"simdgroups=9",
             "policy.simdgroups: got 9, allowed: 0 (choose) to 8: a threadgroup has at most 256 threads"},

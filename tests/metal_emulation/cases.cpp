@@ -29,7 +29,7 @@ Choice random_choice(const Problem& p, std::int64_t longest, std::int64_t chunk_
   }
   if (random.below(2) == 0) {
     choice.row_tiles = random.pick(std::vector<std::int64_t>{1, 2, 4, 16});
-    const int element_bytes = p.q_dtype == DType::f32 ? 4 : 2;
+    const int element_bytes = p.q_dtype == DType::f32 || code_bits(p.k_format) > 0 ? 4 : 2;
     const int floats =
         kvonce_metal::shared_floats(body == Body::matrix, static_cast<int>(row_tile), static_cast<int>(p.head_dim_qk),
                                     static_cast<int>(p.dim_v()), element_bytes, static_cast<int>(choice.row_tiles), 1);
@@ -46,7 +46,8 @@ Choice choose(const CaseSpec& spec, Body body) {
   Random random(spec.seed + 77 * static_cast<std::uint64_t>(body));
   std::vector<std::int64_t> row_tiles;
   for (const Instance& one : instances()) {
-    if (one.body == body && one.dtype == p.q_dtype && one.head_dim_qk == p.head_dim_qk && one.head_dim_v == p.dim_v()) {
+    if (one.body == body && one.dtype == p.q_dtype && one.head_dim_qk == p.head_dim_qk && one.head_dim_v == p.dim_v() &&
+        one.bits == code_bits(p.k_format) && one.group == p.quant_group) {
       row_tiles.push_back(one.row_tile);
     }
   }
@@ -60,10 +61,18 @@ CaseSpec fit(const CaseSpec& from, const Instance& kernel) {
   p.q_dtype = kernel.dtype;
   p.out_dtype = kernel.dtype;
   p.k_format = static_cast<KvFormat>(kernel.dtype);
+  if (kernel.bits > 0) {
+    p.k_format = kernel.bits == 8 ? KvFormat::mlx_int8 : KvFormat::mlx_int4;
+    p.quant_group = kernel.group;
+    p.scales_dtype = kernel.dtype;
+    // Rows of whole words.
+    spec.k.row_gap = (spec.k.row_gap + 3) / 4 * 4;
+    spec.v.row_gap = (spec.v.row_gap + 3) / 4 * 4;
+  }
   p.v_format = p.k_format;
   p.head_dim_qk = kernel.head_dim_qk;
   p.head_dim_v = kernel.head_dim_v;
-  p.v_is_k_prefix = p.v_is_k_prefix && kernel.head_dim_v < kernel.head_dim_qk;
+  p.v_is_k_prefix = p.v_is_k_prefix && kernel.head_dim_v < kernel.head_dim_qk && kernel.bits == 0;
   if (spec.seed % 2 == 0) spec = with_score_rules(spec);
   if (spec.problem.mask == MaskKind::tree || spec.problem.has_mask_slopes) spec.problem.mask = MaskKind::boolean;
   spec.problem.has_mask_slopes = false;

@@ -13,7 +13,11 @@
 #define KV_THREADGROUP
 #define KV_THREAD
 #define KV_FN __device__ __forceinline__
+#if defined(KVONCE_METAL_KEEP_LOOPS)
+#define KV_UNROLL _Pragma("unroll 1")
+#else
 #define KV_UNROLL _Pragma("unroll")
+#endif
 
 namespace kvonce_metal {
 

@@ -241,9 +241,9 @@ TEST_P(MetalBodyTest, StridesBetweenDims) {
     view.data = copies.back().data();
     strides = {heads * tokens * 80, tokens * 80, 1, tokens};
   };
-  transpose(strided.q, launch.q_strides, 6, 2);
-  transpose(strided.k, launch.k_strides, 2, 101);
-  transpose(strided.v, launch.v_strides, 2, 101);
+  transpose(strided.q, launch.strides[0], 6, 2);
+  transpose(strided.k, launch.strides[1], 2, 101);
+  transpose(strided.v, launch.strides[2], 2, 101);
   std::vector<std::uint16_t> got(want.size());
   std::vector<float> got_lse(12);
   ASSERT_EQ(run_launch(launch, strided, 1, got.data(), got_lse.data()), "");

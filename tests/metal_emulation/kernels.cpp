@@ -3,6 +3,7 @@
 
 #include "dialect_host.h"
 // The bodies, after the dialect.
+#include "metal/affine.metal.h"
 #include "metal/attend.metal.h"
 #include "metal/attend_matrix.metal.h"
 #include "metal/attend_per_head.metal.h"
@@ -47,6 +48,34 @@ template <typename T, int kDimQk, int kDimV>
 void run_per_head(const AttendArgs& args, float* shared, const ThreadPlace& place) {
   kvonce_metal::attend_per_head<T, kDimQk, kDimV>(buffers_of<T>(args), shared, place_of(place));
 }
+template <typename T>
+kvonce_metal::AffineTensor<T> affine_k(const AttendArgs& a) {
+  return {static_cast<const unsigned char*>(a.k),
+          static_cast<const T*>(a.k_scales),
+          static_cast<const T*>(a.k_biases),
+          a.k_strides,
+          a.k_scales_strides,
+          a.k_biases_strides};
+}
+template <typename T>
+kvonce_metal::AffineTensor<T> affine_v(const AttendArgs& a) {
+  return {static_cast<const unsigned char*>(a.v),
+          static_cast<const T*>(a.v_scales),
+          static_cast<const T*>(a.v_biases),
+          a.v_strides,
+          a.v_scales_strides,
+          a.v_biases_strides};
+}
+template <typename T, int kDimQk, int kDimV, int kRows, int kBits, int kGroup>
+void run_affine_vector(const AttendArgs& args, float* shared, const ThreadPlace& place) {
+  kvonce_metal::attend_affine_vector<T, kDimQk, kDimV, kRows, kBits, kGroup>(
+      buffers_of<T>(args), affine_k<T>(args), affine_v<T>(args), shared, place_of(place));
+}
+template <typename T, int kDimQk, int kDimV, int kBits, int kGroup>
+void run_affine_matrix(const AttendArgs& args, float* shared, const ThreadPlace& place) {
+  kvonce_metal::attend_affine_matrix<T, kDimQk, kDimV, kBits, kGroup>(buffers_of<T>(args), affine_k<T>(args),
+                                                                      affine_v<T>(args), shared, place_of(place));
+}
 template <typename T, int kDimV>
 void run_merge(const MergeArgs& a, float* shared, const ThreadPlace& place) {
   kvonce_metal::merge_partials<T, kDimV>({a.partial_o, a.partial_sums, a.sinks, a.params}, static_cast<T*>(a.out),
@@ -73,6 +102,9 @@ constexpr AttendKernel kAttend[] = {
       {{Body::vector, kDType<T>, qk, v, 8}, run_vector<T, qk, v, 8>},
 #define KVONCE_METAL_DIMS(qk, v) \
   KVONCE_METAL_OTHER(half, qk, v){{Body::vector, kDType<half>, qk, v, 4}, run_vector<half, qk, v, 4>},
+#define KVONCE_METAL_AFFINE(T, qk, v, rows, bits, group)                                                 \
+  {{Body::vector, kDType<T>, qk, v, rows, bits, group}, run_affine_vector<T, qk, v, rows, bits, group>}, \
+      {{Body::matrix, kDType<T>, qk, v, 8, bits, group}, run_affine_matrix<T, qk, v, bits, group>},
 #include "instances.def"
 };
 

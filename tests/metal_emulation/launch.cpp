@@ -12,7 +12,18 @@ void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::InvalidArgument, message);
 }
 
-std::int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+// What a staged value takes.
+std::int64_t element_bytes(const Problem& p) { return p.q_dtype == DType::f32 || code_bits(p.k_format) > 0 ? 4 : 2; }
+
+// Strides of a tensor of codes in uint32, of any other in elements.
+Strides strides_of(const TensorView& view, int bits) {
+  const auto in_words = [bits](std::int64_t stride) {
+    if (bits == 0) return stride;
+    require(stride * bits % 32 == 0, "rows of codes are whole 32-bit words");
+    return stride * bits / 32;
+  };
+  return {in_words(view.seq_stride), in_words(view.head_stride), in_words(view.token_stride), 1};
+}
 
 // The types' names in instances.def.
 constexpr DType half = DType::f16;
@@ -23,6 +34,8 @@ constexpr Instance kInstances[] = {
 #define KVONCE_METAL_OTHER(T, qk, v) \
   {Body::matrix, T, qk, v, 8}, {Body::per_head, T, qk, v, 1}, {Body::vector, T, qk, v, 8},
 #define KVONCE_METAL_DIMS(qk, v) KVONCE_METAL_OTHER(half, qk, v){Body::vector, half, qk, v, 4},
+#define KVONCE_METAL_AFFINE(T, qk, v, rows, bits, group) \
+  {Body::vector, T, qk, v, rows, bits, group}, {Body::matrix, T, qk, v, 8, bits, group},
 #include "instances.def"
 };
 #undef float
@@ -35,8 +48,11 @@ const char* to_string(Body body) {
 
 std::string Instance::name() const {
   return std::string(to_string(body)) + "_" + std::string(kvonce::to_string(dtype)) + "_d" +
-         std::to_string(head_dim_qk) + "x" + std::to_string(head_dim_v) + "_r" + std::to_string(row_tile);
+         std::to_string(head_dim_qk) + "x" + std::to_string(head_dim_v) + "_r" + std::to_string(row_tile) +
+         (bits > 0 ? "_q" + std::to_string(bits) + "g" + std::to_string(group) : "");
 }
+
+int code_bits(KvFormat format) { return format == KvFormat::mlx_int8 ? 8 : format == KvFormat::mlx_int4 ? 4 : 0; }
 
 std::span<const Instance> instances() { return kInstances; }
 
@@ -47,10 +63,10 @@ std::string Choice::name() const {
 }
 
 std::string why_not_served(const Problem& p) {
-  if (static_cast<int>(p.q_dtype) != static_cast<int>(p.k_format) || p.k_format != p.v_format ||
-      p.out_dtype != p.q_dtype) {
-    return "q, K, V and out differ in type";
-  }
+  const bool one_type = code_bits(p.k_format) > 0 ? p.scales_dtype == p.q_dtype
+                                                  : static_cast<int>(p.q_dtype) == static_cast<int>(p.k_format);
+  if (!one_type || p.k_format != p.v_format || p.out_dtype != p.q_dtype) return "q, K, V and out differ in type";
+  if (code_bits(p.k_format) > 0 && (p.head_dim_qk % 64 != 0 || p.dim_v() % 64 != 0)) return "affine head dims";
   if (p.layout != KvLayout::strided) return "paged";
   if (p.mask == MaskKind::tree) return "tree mask";
   if (p.has_mask_slopes) return "mask slopes";
@@ -72,16 +88,21 @@ Launch make_launch(const Problem& p, const Inputs& inputs, const Choice& choice)
   const bool per_head = choice.body == Body::per_head;
   const bool matrix = choice.body == Body::matrix;
   Launch launch{};
-  launch.instance = {choice.body, p.q_dtype, static_cast<int>(p.head_dim_qk), static_cast<int>(p.dim_v()),
-                     static_cast<int>(choice.row_tile)};
+  launch.instance = {choice.body,
+                     p.q_dtype,
+                     static_cast<int>(p.head_dim_qk),
+                     static_cast<int>(p.dim_v()),
+                     static_cast<int>(choice.row_tile),
+                     code_bits(p.k_format),
+                     static_cast<int>(p.quant_group)};
   if (!per_head) {
     require(choice.row_tiles <= kvonce_metal::kMaxRowTiles && choice.token_parts <= kvonce_metal::kMaxTokenParts &&
                 (choice.token_parts == 1 || choice.token_parts * p.dim_v() <= kvonce_metal::kJoinFloats),
             "row_tiles or token_parts is over its limit");
     const auto as_int = [](std::int64_t x) { return static_cast<int>(x); };
-    launch.shared_floats = kvonce_metal::shared_floats(matrix, as_int(choice.row_tile), as_int(p.head_dim_qk),
-                                                       as_int(p.dim_v()), as_int(element_bytes(p.q_dtype)),
-                                                       as_int(choice.row_tiles), as_int(choice.token_parts));
+    launch.shared_floats =
+        kvonce_metal::shared_floats(matrix, as_int(choice.row_tile), as_int(p.head_dim_qk), as_int(p.dim_v()),
+                                    as_int(element_bytes(p)), as_int(choice.row_tiles), as_int(choice.token_parts));
     require(launch.shared_floats * 4 <= kvonce_metal::kMaxSharedBytes, "too much threadgroup memory");
   } else {
     require(choice.token_parts == 1 && choice.row_tiles <= 32, "per_head: token_parts is 1 and row_tiles up to 32");
@@ -112,11 +133,16 @@ Launch make_launch(const Problem& p, const Inputs& inputs, const Choice& choice)
   launch.scalars[kvonce_metal::kScale] = p.scale.value_or(1.0F / std::sqrt(static_cast<float>(p.head_dim_qk)));
   launch.scalars[kvonce_metal::kSoftcap] = p.softcap;
 
-  launch.q_strides = {inputs.q.seq_stride, inputs.q.head_stride, inputs.q.token_stride, 1};
-  launch.k_strides = {inputs.k.seq_stride, inputs.k.head_stride, inputs.k.token_stride, 1};
-  launch.v_strides = {inputs.v.seq_stride, inputs.v.head_stride, inputs.v.token_stride, 1};
-  launch.mask_strides = {inputs.mask_seq_stride, inputs.mask_head_stride, inputs.mask_row_stride,
-                         inputs.mask_token_stride};
+  const int bits = code_bits(p.k_format);
+  launch.strides = {
+      strides_of(inputs.q, 0),
+      strides_of(inputs.k, bits),
+      strides_of(inputs.v, bits),
+      Strides{inputs.mask_seq_stride, inputs.mask_head_stride, inputs.mask_row_stride, inputs.mask_token_stride},
+      strides_of(inputs.k_scales, 0),
+      strides_of(inputs.k_biases, 0),
+      strides_of(inputs.v_scales, 0),
+      strides_of(inputs.v_biases, 0)};
 
   const std::int64_t rows = p.rows_per_stream();
   const std::int64_t row_blocks = shared::ceil_div(rows, choice.row_tile * choice.row_tiles);

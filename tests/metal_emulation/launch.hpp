@@ -22,10 +22,15 @@ struct Instance {
   int head_dim_qk;
   int head_dim_v;
   int row_tile;
+  int bits = 0;   // of the codes of an MLX affine cache; 0: K and V are of dtype
+  int group = 0;  // values per scale and bias
 
   [[nodiscard]] bool operator==(const Instance&) const = default;
   [[nodiscard]] std::string name() const;
 };
+
+/// 8 or 4 for MLX's affine formats, 0 for any other.
+int code_bits(KvFormat format);
 
 /// Those of instances.def.
 std::span<const Instance> instances();
@@ -47,6 +52,15 @@ struct AttendArgs {
   const std::int64_t* mask_strides;
   float* partial_o;
   float* partial_sums;
+  // Of affine caches (src/metal/affine.metal.h).
+  const void* k_scales = nullptr;
+  const void* k_biases = nullptr;
+  const void* v_scales = nullptr;
+  const void* v_biases = nullptr;
+  const std::int64_t* k_scales_strides = nullptr;
+  const std::int64_t* k_biases_strides = nullptr;
+  const std::int64_t* v_scales_strides = nullptr;
+  const std::int64_t* v_biases_strides = nullptr;
 };
 
 struct MergeArgs {
@@ -85,7 +99,8 @@ struct Launch {
   Instance instance;
   std::array<std::int64_t, kvonce_metal::kNumParams> params;
   std::array<float, kvonce_metal::kNumScalars> scalars;
-  Strides q_strides, k_strides, v_strides, mask_strides;
+  /// Order: q, k, v, mask, then k_scales, k_biases, v_scales, v_biases.
+  std::array<Strides, 8> strides;
   std::int64_t num_rows;  // num_seqs * num_q_heads * q_len
   std::int64_t grid_x, grid_y, grid_z;
   std::int64_t num_simdgroups;  // of a threadgroup

@@ -12,6 +12,7 @@
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef int int32_t;
+typedef uint uint32_t;
 typedef long int64_t;
 typedef float float2 __attribute__((ext_vector_type(2)));
 typedef uint uint3 __attribute__((ext_vector_type(3)));

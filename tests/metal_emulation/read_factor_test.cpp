@@ -137,6 +137,45 @@ TEST(MetalReadFactorTest, EveryByteIsLoadedAsOftenAsTheLaunchSays) {
   }
 }
 
+// MLX's affine caches: the bodies load the codes byte by byte, so each of a piece's two bytes counts.
+TEST(MetalReadFactorTest, EveryByteOfAffineCodesIsLoadedOnce) {
+  struct AffineShape {
+    KvFormat format;
+    std::int64_t group, dim;
+    Choice choice;
+  };
+  const AffineShape shapes[] = {
+      {KvFormat::mlx_int8, 8, 128, choice(kV, 8, 1, 4, 2)},  {KvFormat::mlx_int4, 8, 128, choice(kV, 8, 1, 1, 3)},
+      {KvFormat::mlx_int4, 7, 64, choice(kV, 8, 1, 4, 2)},   {KvFormat::mlx_int8, 8, 128, choice(kM, 8, 1, 4, 2)},
+      {KvFormat::mlx_int4, 16, 128, choice(kM, 8, 2, 1, 2)}, {KvFormat::mlx_int8, 16, 128, choice(kV, 8, 2, 1, 2)}};
+  for (const AffineShape& shape : shapes) {
+    conformance::CaseSpec spec;
+    Problem& p = spec.problem;
+    p.num_kv_heads = 1;
+    p.num_q_heads = shape.group;
+    p.head_dim_qk = shape.dim;
+    p.head_dim_v = shape.dim;
+    p.max_kv_len = kCapacity;
+    p.q_dtype = p.out_dtype = p.scales_dtype = DType::f16;
+    p.k_format = p.v_format = shape.format;
+    p.quant_group = 64;
+    spec.kv_lens = {static_cast<std::int32_t>(kValid)};
+    SCOPED_TRACE(shape.choice.name() + " " + std::string(kvonce::to_string(shape.format)));
+    conformance::CaseTensors tensors(spec);
+    const std::int64_t row_bytes = format_bytes(shape.format, shape.dim);
+    const auto bytes = static_cast<std::size_t>(kCapacity * row_bytes);
+    const test::LoadCounter of_k(tensors.inputs().k.data, bytes, static_cast<std::size_t>(row_bytes), 0);
+    const test::LoadCounter of_v(tensors.inputs().v.data, bytes, static_cast<std::size_t>(row_bytes), 0);
+    ASSERT_EQ(run_emulated(spec, tensors, shape.choice), "");
+    for (const auto* counter : {&of_k, &of_v}) {
+      for (std::size_t piece = 0; piece < counter->fetches().size(); ++piece) {
+        const bool seen = static_cast<std::int64_t>(piece) * 2 < kValid * row_bytes;
+        ASSERT_EQ(counter->fetches()[piece], seen ? 2 : 0) << (counter == &of_k ? "K" : "V") << " piece " << piece;
+      }
+    }
+  }
+}
+
 // One stream, 8 rows, kv_len tokens, one simdgroup.
 Counts counts_of(Body body, std::int64_t kv_len, std::int64_t dim) {
   conformance::CaseSpec spec;

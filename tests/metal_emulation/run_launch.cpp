@@ -59,12 +59,20 @@ std::string run_launch(const Launch& launch, const Inputs& inputs, std::uint64_t
                                inputs.alibi_slopes,
                                launch.params.data(),
                                launch.scalars.data(),
-                               launch.q_strides.data(),
-                               launch.k_strides.data(),
-                               launch.v_strides.data(),
-                               launch.mask_strides.data(),
+                               launch.strides[0].data(),
+                               launch.strides[1].data(),
+                               launch.strides[2].data(),
+                               launch.strides[3].data(),
                                reinterpret_cast<float*>(partial_o.data()),
-                               reinterpret_cast<float*>(partial_sums.data())};
+                               reinterpret_cast<float*>(partial_sums.data()),
+                               inputs.k_scales.data,
+                               inputs.k_biases.data,
+                               inputs.v_scales.data,
+                               inputs.v_biases.data,
+                               launch.strides[4].data(),
+                               launch.strides[5].data(),
+                               launch.strides[6].data(),
+                               launch.strides[7].data()};
   reset_counts();
   ThreadgroupRun run{attend, &attend_args, nullptr, nullptr, reinterpret_cast<float*>(shared.data()), {}};
   for (std::int64_t z = 0; z < launch.grid_z; ++z) {

@@ -12,6 +12,7 @@ LOAD = "src/cpu/load.hpp"
 MERGE = "src/cpu/merge.hpp"
 RANGE = "src/shared/token_range.h"
 PARTIAL = "src/shared/partial.h"
+AFFINE = "src/cpu/affine.hpp"
 AVX512 = "src/cpu/simd/avx512_verbs.hpp"
 AVX2 = "src/cpu/simd/avx2.hpp"
 TENSORS = "src/core/validate_tensors.cpp"
@@ -19,8 +20,14 @@ TENSORS = "src/core/validate_tensors.cpp"
 FAULTS = [
     ("q of the wrong head", RUN, "q_head = item.kv_head * group;", "q_head = item.kv_head;"),
     ("q of sequence 0", RUN, "at(in_.q.data, item.seq * in_.q.seq_stride + q_head", "at(in_.q.data, q_head"),
-    ("K of sequence 0", RUN, "item.seq * in_.k.seq_stride + item.kv_head", "item.kv_head"),
-    ("V by K's head stride", RUN, "item.kv_head * in_.v.head_stride", "item.kv_head * in_.k.head_stride"),
+    ("K and V of sequence 0", RUN, "stride_bytes(format, item.seq * view.seq_stride + item.kv_head", "stride_bytes(format, item.kv_head"),
+    ("V by K's head stride", RUN, "stream_of(in_.v, p_.v_format", "stream_of({in_.v.data, in_.v.seq_stride, in_.k.head_stride, 0}, p_.v_format"),
+    ("scales of sequence 0", RUN, "at(view.data, item.seq * view.seq_stride + item.kv_head", "at(view.data, item.kv_head"),
+    ("scales taken for biases", AFFINE, "(biases_, tokens, bias_floats_)", "(scales_, tokens, bias_floats_)"),
+    ("scales of the step's first token", AFFINE, "(token - first_token_) * groups_", "0 * (token - first_token_) * groups_"),
+    ("scales without gaps", AFFINE, "first + t * side.token_stride, groups_", "first + t * groups_, groups_"),
+    ("every group of a row is its first", LOAD, "(dim + first) >> row.group_log2", "(dim + first) * 0 >> row.group_log2"),
+    ("both tokens by the first one's bias (AVX-512)", AVX512, "broadcast(*lower), 0xff00", "broadcast(*lower), 0x0000"),
     ("out of sequence 0", RUN, "(item.seq * out_.out_seq_stride + q_head", "(q_head"),
     ("lse of the wrong head", RUN, "q_head * out_.lse_head_stride : nullptr", "item.kv_head * out_.lse_head_stride : nullptr"),
     ("strides taken as bytes", RUN, "(base) + elements * bytes", "(base) + elements"),
@@ -32,7 +39,8 @@ FAULTS = [
     ("chunks leave a gap", RUN, "chunk_begin + data_.policy.chunk_tokens)}", "chunk_begin + data_.policy.chunk_tokens - 1)}"),
     ("chunks share one partial", RUN, "first_partial(item) + item.chunk * data_.rows_per_stream", "first_partial(item)"),
     ("merged before the last chunk", RUN, "std::memory_order_acq_rel) == 1)", "std::memory_order_acq_rel) == 2)"),
-    ("workers share scratch", RUN, "static_cast<std::size_t>(slot) * data_.workspace", "std::size_t{0} * data_.workspace"),
+    ("workers share scratch", RUN, "slot * data_.policy.heads_per_step + idx)", "idx)"),
+    ("heads of a step share scratch", RUN, "slot * data_.policy.heads_per_step + idx)", "slot * data_.policy.heads_per_step)"),
     ("sink of head 0", RUN, "in_.sinks + q_head", "in_.sinks"),
     ("scale in base e", RUN, "*p_.scale * shared::kLog2e", "*p_.scale"),
     ("causal range one key long", RANGE, "range.end = position + 1;", "range.end = position + 2;"),
@@ -49,7 +57,7 @@ FAULTS = [
     ("rest of V's dims dropped", ATTEND, "    if (dim < dims) {\n      for (std::int64_t t", "    if (dim > dims) {\n      for (std::int64_t t"),
     ("odd token dropped", ATTEND, "if (tokens_left > 0)", "if (tokens_left > 1)"),
     ("padding counted as keys", TASK, "scores[i] = -INFINITY;", "scores[i] = 0.0F;"),
-    ("one row read past the end", ATTEND, "token + j : num_tokens - 1)", "token + j : num_tokens)"),
+    ("one row read past the end", ATTEND, "token + j : num_tokens - 1, token_stride", "token + j : num_tokens, token_stride"),
     ("few-row tiles skip the second half of a pair", ATTEND, "S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]))",
      "S::fmadd(a, q_a[r], acc[j * kLaneRows + r])"),
     ("split tiles drop the rest of K's dims", SPLIT, "if (dim < dims) {", "if (dim > dims) {"),
@@ -88,7 +96,7 @@ FAULTS = [
     ("merge() does not normalise", "src/core/merge.cpp", "- shift) * inverse;", "- shift);"),
     ("workspace for one chunk", "src/cpu/plan.cpp", "WorkspaceBuilder::product(rows, data.max_chunks)", "WorkspaceBuilder::product(rows, 1)"),
     ("hidden keys wake threads", RUN, "std::max<std::int64_t>(0, keys.end - keys.begin)", "kv_len(seq)"),
-    ("a length above the capacity is taken", TENSORS, "kv_len < 0 || kv_len > p.max_kv_len", "kv_len < 0"),
+    ("a length above the capacity is taken", TENSORS, "kv_len < 0 || kv_len > most)", "kv_len < 0)"),
     ("padding beyond the length is taken", TENSORS, "in.kv_starts[s] < 0 || in.kv_starts[s] > kv_len", "in.kv_starts[s] < 0"),
     ("AVX-512 exponential loses NaN", AVX512, "max(broadcast(-160.0F), x)", "max(x, broadcast(-160.0F))"),
     ("AVX-512 odd bf16 values lose four bits", AVX512, "0xffff0000U", "0xfff00000U"),

@@ -122,8 +122,8 @@ class _InUse:
                          unittest.mock.patch.object(_mlx_calls, "backend_of", lambda stream: _mlx_metal)]
 
     def _forget_kernels(self):
-        _mlx_metal.attend_kernel.cache_clear()
-        _mlx_metal.merge_kernel.cache_clear()
+        for kernel in (_mlx_metal.attend_kernel, _mlx_metal.affine_kernel, _mlx_metal.merge_kernel):
+            kernel.cache_clear()
 
     def __enter__(self):
         self._forget_kernels()

@@ -62,7 +62,7 @@ class MlxCheckTest(unittest.TestCase):
             status, result, text = self.check("--lens", "32")
         self.assertEqual(status, 0, text)
         self.assertEqual(result["backend"], "metal")
-        self.assertEqual(result["conformance"]["cases"], 4 * 4)
+        self.assertEqual(result["conformance"]["cases"], 4 * 4 + 12)
         for row in result["table"]:
             self.assertEqual(set(row["arms"]), {"kvonce", "mx.fast", "gemv", "qmv", "vector", "matrix", "per_head"})
             self.assertEqual(row["plan"]["read_factor"], 1)

@@ -15,6 +15,7 @@ except ModuleNotFoundError:
     mlx_lm = None
 else:
     import kvonce.mlx as km
+    from kvonce._mlx_transforms import originals
     mlx_attention = mx.fast.scaled_dot_product_attention
     mlx_lm_attention = base.quantized_scaled_dot_product_attention
 
@@ -77,6 +78,18 @@ class MlxLmTest(unittest.TestCase):
         self.assertEqual(tokens, expected)
         self.assertLess(mx.abs(logprobs - expected_logprobs).max().item(), 1e-3)
         self.assertIs(mx.fast.scaled_dot_product_attention, mlx_attention)
+
+    def test_quantized_caches_that_are_not_served(self):
+        """They go to mlx-lm's function as long as the patch is there."""
+        q, k, v = (mx.random.normal((1, heads, 1, 64)) for heads in (9, 3, 3))
+        keys, values = (mx.quantize(cache, group_size=64, bits=6) for cache in (k, v))
+        expected = mlx_lm_attention(q + 0, keys, values, 0.125, None, 64, 6)
+        with km.patch(), unittest.mock.patch.dict(originals, attend_quantized=unittest.mock.Mock(wraps=mlx_lm_attention)):
+            km.reset_stats()
+            got = base.quantized_scaled_dot_product_attention(q + 0, keys, values, 0.125, None, group_size=64, bits=6)
+            originals["attend_quantized"].assert_called_once()
+        self.assertEqual(km.stats()["fallbacks"], {"a quantised cache of 6 bits in groups of 64": 1})
+        self.assertTrue(mx.array_equal(got, expected))
 
     def test_quantized_caches(self):
         """8 bits and 4 bits in groups of 64, which mlx-lm unpacks. Every result is within 1e-5 of mlx-lm's from the same cache.

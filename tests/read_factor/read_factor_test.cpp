@@ -143,6 +143,7 @@ void expect_read_factor(const Device& device, KvFormat format, const Shape& shap
   const auto step = static_cast<std::size_t>(partly_seen ? kCapacity : plan.policy().step_tokens);
   for (std::int64_t head = 0; head < 2; ++head) {
     std::vector<std::unique_ptr<test::LoadCounter>> counters;
+    counters.reserve(tensors.size());
     for (const Watched& tensor : tensors) {
       counters.push_back(std::make_unique<test::LoadCounter>(tensor.bytes.data() + head * tensor.head_bytes(),
                                                              static_cast<std::size_t>(tensor.head_bytes()),

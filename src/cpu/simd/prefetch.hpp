@@ -16,7 +16,7 @@ namespace kvonce::cpu {
 ///
 /// Level 2 asks for lines in address order and into L2, for processors whose prefetchers follow requests as they follow loads
 /// and whose L1 waits for fewer lines than its L2 does: Zen 4, one thread, group 1, GB/s of f16 and bf16 d128: 12.4 11.4 at level
-/// 1, 19.9 19.1 at level 2 (docs/kernel-cpu.md). Rows with gaps between them are fetched as at level 1 everywhere.
+/// 1, 19.9 19.1 at level 2 (docs/kernel-cpu.md). Short rows with gaps between them are fetched as at level 1 everywhere.
 template <class S>
 class StepPrefetcher {
  public:
@@ -41,6 +41,12 @@ class StepPrefetcher {
         piece_requests_ = shared::ceil_div(part_stride_, request_bytes_);
       }
       pieces_left_ = 1;
+    } else if (level == 2 && row_bytes >= kLongRowBytes) {
+      into_l2_ = true;
+      part_stride_ = request_bytes_;
+      turn_bytes_ = kParts * request_bytes_;
+      piece_requests_ = shared::ceil_div(row_bytes, turn_bytes_);
+      pieces_left_ = num_rows;
     }
     gap_bytes_ = stride_bytes - piece_requests_ * turn_bytes_;
     requests_left_ = piece_requests_;
@@ -68,6 +74,7 @@ class StepPrefetcher {
  private:
   static constexpr std::int64_t kParts = 4;
   static constexpr std::int64_t kLineBytes = 64;
+  static constexpr std::int64_t kLongRowBytes = 512;
 
   const char* next_ = nullptr;
   std::int64_t part_stride_ = 0;

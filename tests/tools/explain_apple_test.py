@@ -1,6 +1,6 @@
 """kvonce explain --backend metal from outside: plans for an Apple GPU that is not here.
 
-Usage: explain_metal_test.py KVONCE [unittest arguments]
+Usage: explain_apple_test.py KVONCE [unittest arguments]
 """
 
 import json
