@@ -112,7 +112,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions&
 }
 
 void bind_plan(nb::module_& module) {
-  nb::class_<BoundPlan>(module, "Plan", "What will run, decided once. Made by kvonce.plan().")
+  nb::class_<BoundPlan>(module, "Plan", nb::is_final(), "What will run, decided once. Made by kvonce.plan().")
       .def(
           "attend",
           [](BoundPlan& self, nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
@@ -155,7 +155,8 @@ void bind_plan(nb::module_& module) {
 }
 
 void bind_device(nb::module_& module) {
-  nb::class_<Device>(module, "Device", "One way to run attention on this machine: a backend and its target.")
+  nb::class_<Device>(module, "Device", nb::is_final(),
+                     "One way to run attention on this machine: a backend and its target.")
       .def_prop_ro(
           "backend", [](const Device& self) { return to_string(self.backend); }, "\"cpu\", \"cuda\" or \"metal\".")
       .def_ro("target", &Device::target, "CPU: the name that target= and KVONCE_CPU_TARGET take.")
@@ -186,7 +187,7 @@ NB_MODULE(_core, module) {
       PyErr_SetString(kvonce::python::exception_of(error.code()), error.what());
     }
   });
-  nb::class_<Choices>(module, "Choices")
+  nb::class_<Choices>(module, "Choices", nb::is_final())
       .def(
           "__init__",
           [](Choices* self, std::optional<std::int64_t> chunk_tokens, std::optional<int> threads, Text target,

@@ -1,7 +1,8 @@
-from typing import Any, Literal, Sequence, TypeVar, overload
+from typing import Any, Literal, Sequence, TypeVar, final, overload
 
 _Array = TypeVar("_Array")
 
+@final
 class Device:
     @property
     def backend(self) -> str: ...
@@ -16,6 +17,7 @@ class Device:
     @property
     def num_threads(self) -> int: ...
 
+@final
 class Plan:
     @overload
     def attend(self, q: _Array, k: Any, v: Any, *, kv_lens: Any | Sequence[int] | None = None,
@@ -51,6 +53,7 @@ class Plan:
     @property
     def num_threads(self) -> int: ...
 
+@final
 class Choices:
     def __init__(self, chunk_tokens: int | None, threads: int | None, target: str | None,
                  policy: str | None) -> None: ...
@@ -68,4 +71,4 @@ def plan(num_q_heads: int, num_kv_heads: int, head_dim_qk: int, max_kv_len: int,
          head_dim_v: int | None, q_dtype: str, k_format: str | None, v_format: str | None, out_dtype: str | None,
          scale: float | None, causal: bool, window: int | None, softcap: float, has_sinks: bool, v_is_k_prefix: bool,
          device: str, choices: Choices, has_alibi: bool, mask: str | None, mask_dtype: str | None,
-         has_mask_slopes: bool, quant_group: int | None, scales_dtype: str | None) -> Plan: ...
+         has_mask_slopes: bool, quant_group: int | None, scales_dtype: str | None, /) -> Plan: ...

@@ -6,6 +6,8 @@
 
 load() needs libggml-kvonce.so, which `./dev ggml` of the source tree builds for one version of ggml and prints the path of.
 """
+from __future__ import annotations
+
 import ctypes
 import os
 import pathlib
@@ -13,14 +15,15 @@ import pathlib
 __all__ = ["library", "load", "statistics", "statistics_text"]
 
 _LIBRARY_NAME = "libggml-kvonce.so"
-_loaded = None  # ctypes.CDLL of the library in use
+_loaded: ctypes.CDLL | None = None  # the library in use
+_COUNTS = "ops_served", "tokens_served", "ops_failed", "times_declined"
 
 
 class _Statistics(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("ops_served", "tokens_served", "ops_failed", "times_declined")]
+    _fields_ = [(name, ctypes.c_int64) for name in _COUNTS]
 
 
-def library():
+def library() -> str:
     """The path that load() takes: of the environment variable KVONCE_GGML_LIBRARY, else the newest of this package's
     folder and of the source tree's build folder. RuntimeError when there is none."""
     named = os.environ.get("KVONCE_GGML_LIBRARY")
@@ -37,7 +40,7 @@ def library():
     return str(max(found, key=lambda place: place.stat().st_mtime))
 
 
-def load(path=None):
+def load(path: str | os.PathLike[str] | None = None) -> str:
     """Registers kvonce's device with the ggml of the installed llama-cpp-python and returns the library's path.
 
     path: of libggml-kvonce.so; default: library(). Call it before a model is made: contexts that exist already do not
@@ -70,20 +73,20 @@ def load(path=None):
     return path
 
 
-def _require_loaded():
+def _require_loaded() -> ctypes.CDLL:
     if _loaded is None:
         raise RuntimeError("kvonce.ggml.load() was not called")
     return _loaded
 
 
-def statistics():
+def statistics() -> dict[str, int]:
     """Counts since load(): ops_served and tokens_served (query tokens times layers), ops_failed, times_declined."""
     counts = _Statistics()
     _require_loaded().kvonce_ggml_get_statistics(ctypes.byref(counts))
-    return {name: getattr(counts, name) for name, _ in _Statistics._fields_}
+    return {name: getattr(counts, name) for name in _COUNTS}
 
 
-def statistics_text():
+def statistics_text() -> str:
     """The same as text, with the kernels that ran and the reasons for what was declined. KVONCE_GGML_STATS=1 prints it
     when the process ends."""
     return _require_loaded().kvonce_ggml_statistics_text().decode()

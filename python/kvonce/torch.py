@@ -93,8 +93,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     query: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64; float32, float16 or bfloat16.
     key: [num_seqs, num_kv_heads, kv_len, head_dim_qk], not repeated; num_q_heads is a multiple of num_kv_heads.
     value: [num_seqs, num_kv_heads, kv_len, head_dim_v]. Elements of the last dim lie side by side in all three.
-    attn_mask: broadcastable to [num_seqs, num_q_heads, q_len, kv_len]; bool, False hides the key, or float32, float16 or
-        bfloat16, added to the scaled score, whatever query's dtype is. A hidden key's K and V are never multiplied: NaN
+    attn_mask: broadcastable to [num_seqs, num_q_heads, q_len, kv_len]; bool, False hides the key, or float32, float16
+        or bfloat16, added to the scaled score, whatever query's dtype is. A hidden key's K and V are never multiplied: NaN
         there stays there. Not with is_causal, as in torch; not on CUDA yet (NotImplementedError).
     dropout_p: 0.0.
     is_causal: False: every query token sees every key that attn_mask shows.

@@ -18,6 +18,7 @@ import collections
 import functools
 import sys
 import threading
+from typing import Any
 
 import torch
 import transformers
@@ -34,10 +35,10 @@ MAX_Q_LEN = 64
 
 _lock = threading.Lock()
 _served = 0
-_fallbacks = collections.Counter()  # (to, reason)
+_fallbacks: collections.Counter[tuple[str, str]] = collections.Counter()  # (to, reason)
 
 
-def register():
+def register() -> None:
     """Makes attn_implementation="kvonce" known to Transformers. May be called again."""
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < (5, 17):
@@ -47,7 +48,7 @@ def register():
     masking_utils.AttentionMaskInterface.register(NAME, _mask)
 
 
-def stats():
+def stats() -> dict[str, Any]:
     """{"served": calls, "fallbacks": {"sdpa: reason": calls, "eager: reason": calls}} since the last reset_stats().
 
     A call is one layer of one step. Code that torch.compile compiles counts when it is traced, a CUDA graph when it is
@@ -57,7 +58,7 @@ def stats():
         return {"served": _served, "fallbacks": {f"{to}: {reason}": calls for (to, reason), calls in _fallbacks.items()}}
 
 
-def reset_stats():
+def reset_stats() -> None:
     """Starts counting from zero."""
     global _served
     with _lock:
