@@ -360,6 +360,13 @@ class ChunkRunner {
 
 template <class S>
 void attend_chunk(const ChunkTask* tasks, int num_tasks) {
+  if (num_tasks == 1) {
+    ChunkRunner<S> runner(tasks[0]);
+    runner.start();
+    while (runner.score_step()) runner.value_step();
+    runner.finish();
+    return;
+  }
   alignas(ChunkRunner<S>) std::byte storage[kMaxHeadsPerStep][sizeof(ChunkRunner<S>)];
   ChunkRunner<S>* runners[kMaxHeadsPerStep];
   for (int i = 0; i < num_tasks; ++i) {

@@ -1,10 +1,14 @@
 """Every attention node that the device claims is attention in float64, and what it does not claim is left to ggml."""
+import ctypes
 import itertools
+import mmap
 import os
+import pathlib
 import unittest
+import unittest.mock
 
 import numpy
-from ggml_ops import BF16, F16, F32, Q4_0, Q8_0, TYPE_NAMES, Case, error
+from ggml_ops import BF16, F16, F32, LIBC, Q4_0, Q8_0, TYPE_NAMES, Case, error
 from host import DEVICE, GGML, kvonce_ggml
 
 # Relative RMS against float64 of the same stored bytes; the issue's figure for f16 at 32K tokens.
@@ -17,6 +21,21 @@ def causal(q_len, n_kv, seen=None):
     seen = n_kv if seen is None else seen
     positions = numpy.arange(n_kv)
     return (positions <= (seen - q_len + numpy.arange(q_len))[:, None])[None, None]
+
+
+def on_huge_pages():
+    """Kilobytes of this process."""
+    lines = pathlib.Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith("AnonHugePages")).split()[1])
+
+
+def linux_collapses():
+    """Whether this kernel moves memory to huge pages on request (MADV_COLLAPSE, Linux 6.1)."""
+    size = 1 << 21
+    memory = mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(b"1" * 2 * size)
+    address = numpy.frombuffer(memory, dtype="uint8").ctypes.data
+    return LIBC.madvise(ctypes.c_void_p(-(-address // size) * size), ctypes.c_size_t(size), 25) == 0
 
 
 class AttentionOpsTest(unittest.TestCase):
@@ -172,6 +191,16 @@ class AttentionOpsTest(unittest.TestCase):
         one = case.run(DEVICE, num_threads=1)
         for num_threads in (2, 3, 7):
             self.assertTrue((case.run(DEVICE, num_threads=num_threads) == one).all())
+
+    def test_caches_move_to_huge_pages_unless_told_not_to(self):
+        case = Case(GGML, num_q_heads=8, num_kv_heads=8, dim_qk=128, n_kv=6000, mask=causal(1, 6000))
+        kilobytes = {}
+        for setting in ("0", "1"):
+            with unittest.mock.patch.dict(os.environ, KVONCE_GGML_HUGE_PAGES=setting):
+                got = case.run(DEVICE, when_computed=lambda: kilobytes.update({setting: on_huge_pages()}))
+                self.assertLess(error(got, case.expected()), TOLERANCE)
+        moved = kilobytes["1"] - kilobytes["0"]
+        self.assertGreaterEqual(moved, 2048) if linux_collapses() else self.assertEqual(moved, 0)
 
     def test_not_claimed(self):
         declined = {

@@ -164,9 +164,10 @@ class Case:
             if last <= first or LIBC.mprotect(first, last - first, protection) != 0:
                 raise OSError(ctypes.get_errno(), f"mprotect of cells {begin} to {end}")
 
-    def run(self, device, num_threads=2, unread=None):
+    def run(self, device, num_threads=2, unread=None, when_computed=None):
         """The result [num_seqs, q_len, num_q_heads, dim_v], or None when the device does not claim the node.
-        unread: cells (begin, end) whose K and V must not be read: reading them ends the process."""
+        unread: cells (begin, end) whose K and V must not be read: reading them ends the process. when_computed: called
+        while the tensors are still there."""
         num_seqs, num_q_heads, _, q_len, _, _, dim_v = self.shape
         ggml = self.ggml
         context = ggml.init(InitParams(64 * ggml.tensor_overhead() + ggml.graph_overhead(), None, True))
@@ -192,6 +193,8 @@ class Case:
                 self.forbid(caches, *unread, mmap.PROT_READ | mmap.PROT_WRITE)
             if status != 0:
                 raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
+            if when_computed:
+                when_computed()
             ggml.backend_tensor_get(node, out.ctypes.data, 0, out.nbytes)
             return out
         finally:
