@@ -271,7 +271,7 @@ void accumulate_block(Row<S, format> v, std::int64_t first, std::int64_t token_s
   using E = typename S::template Elements<format>;
   constexpr std::int64_t kBytes = row_bytes(format, vectors * S::width);
   constexpr std::int64_t kBlock = shared::kGgmlBlockValues;
-  const std::int64_t base = is_affine(format) ? first : 0;
+  std::int64_t base = is_affine(format) ? first : 0;
   if constexpr (is_ggml(format)) {
     v += static_cast<std::uint64_t>(first) / kBlock;
     first = vectors * S::width % kBlock == 0 ? 0 : first % kBlock;

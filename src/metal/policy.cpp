@@ -128,7 +128,7 @@ std::int64_t slots_of(Body body, std::int64_t row_tile, std::int64_t row_tiles, 
   } else {
     const std::int64_t tokens =
         kLanes / row_tile;  // loads, products, butterfly, maximum, exponentials, rescale, weights
-    const std::int64_t log2_tokens = std::bit_width(static_cast<std::uint64_t>(tokens)) - 1;
+    const auto log2_tokens = static_cast<std::int64_t>(std::bit_width(static_cast<std::uint64_t>(tokens))) - 1;
     slots = 2 * (tokens * (qk + v) + 32 * (qk + v) + 124 + 3 * log2_tokens + 15 + row_tile * (2 + v) + 64 + 11);
   }
   // A code takes two instructions more than an element: out of its word, and scale * code + bias.

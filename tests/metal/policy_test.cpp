@@ -162,7 +162,7 @@ TEST(MetalPolicyTest, EveryCoreHas24SimdgroupsFromEightThousandTokensOn) {
     for (const int cores : {8, 10, 20, 40}) {
       for (const std::int64_t kv : {8192, 32768}) {
         const Problem p = problem(g.num_q_heads, g.num_kv_heads, g.head_dim, kv);
-        const Decision& d = decision(make_plan(p, metal_device("apple9", cores)));
+        const Decision d = decision(make_plan(p, metal_device("apple9", cores)));
         const std::int64_t simdgroups = d.num_chunks * p.num_kv_heads * d.row_blocks * d.threads / 32;
         EXPECT_GE(simdgroups, 24 * cores) << g.num_q_heads << "q/" << g.num_kv_heads << "kv, " << kv << " tokens";
       }
@@ -173,7 +173,7 @@ TEST(MetalPolicyTest, EveryCoreHas24SimdgroupsFromEightThousandTokensOn) {
 TEST(MetalPolicyTest, MoreHeadsPerGroupDoNotMeanFewerThreadgroups) {
   const auto threadgroups = [](std::int64_t group) {
     const Problem p = problem(4 * group, 4, 128, 32768);
-    const Decision& d = decision(make_plan(p, metal_device("apple10", 20)));
+    const Decision d = decision(make_plan(p, metal_device("apple10", 20)));
     return d.num_chunks * p.num_kv_heads * d.row_blocks;
   };
   for (const std::int64_t group : {2, 4, 8, 16}) EXPECT_GE(threadgroups(group), threadgroups(1)) << "group " << group;
