@@ -51,9 +51,9 @@ struct Inputs {
   std::int64_t block_table_stride = 0;        // page ids between two sequences
   std::int64_t num_pages = 0;                 // pages in k and v
 
-  TensorView
-      k_scales;  // MLX: [num_seqs, num_kv_heads, kv_len, head_dim_qk / quant_group] of scales_dtype, strides of its own;
-                 // f8_e4m3: float [num_kv_heads]
+  /// MLX: [num_seqs, num_kv_heads, kv_len, head_dim_qk / quant_group] of scales_dtype, strides of its own; f8_e4m3: float
+  /// [num_kv_heads].
+  TensorView k_scales;
   TensorView v_scales;  // the same of v, head_dim_v
   TensorView k_biases;  // MLX: as k_scales
   TensorView v_biases;

@@ -139,9 +139,9 @@ typedef struct kvonce_inputs {
   const int32_t* block_table; /* [num_seqs, >= ceil(kv_len / page_size)] page ids */
   int64_t block_table_stride; /* page ids between two sequences */
   int64_t num_pages;          /* pages in k and v */
-  const void*
-      k_scales; /* MLX: [num_seqs, num_kv_heads, kv_len, head_dim_qk / quant_group] of scales_dtype, see the end;
-                           f8_e4m3: float [num_kv_heads] */
+  /* MLX: [num_seqs, num_kv_heads, kv_len, head_dim_qk / quant_group] of scales_dtype, see the end; f8_e4m3: float
+     [num_kv_heads] */
+  const void* k_scales;
   const void* v_scales; /* the same of v, head_dim_v */
   const void* k_biases; /* MLX: as k_scales */
   const void* v_biases;

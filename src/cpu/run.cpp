@@ -67,8 +67,8 @@ class Call {
   }
 
   /// Takes units from the front of its own run, whose rows the unit before has prefetched, then the back half of what
-  /// another worker has left, until no unit is left. Neighbours are chunks of one stream; where tokens stand before heads they are the heads of one chunk, because the
-  /// processor's own prefetcher brings the next head's rows along (Ice Lake, 2 threads, f16, 4 KV heads, share of a
+  /// another worker has left, until no unit is left. Neighbours are chunks of one stream; where tokens stand before heads they
+  /// are the heads of one chunk, because the processor's own prefetcher brings the next head's rows along (Ice Lake, 2 threads, f16, 4 KV heads, share of a
   /// plain read at 4 and 8 rows: 0.49 0.37 by stream, 0.57 0.40 by chunk; docs/kernel-cpu.md).
   void work(int slot) {
     std::int64_t next = -1;

@@ -4,37 +4,11 @@
 
 #include "cuda_kernels.hpp"
 #include "dialect_cuda.h"
-// The bodies, after the dialect.
-#include "metal/affine.metal.h"
-#include "metal/attend.metal.h"
-#include "metal/attend_matrix.metal.h"
-#include "metal/attend_per_head.metal.h"
-#include "metal/merge.metal.h"
+// After the dialect.
+#include "body_arguments.hpp"
 
 namespace kvonce::emulation {
 namespace {
-
-using kvonce_metal::bfloat;
-using kvonce_metal::half;
-
-template <typename T>
-__device__ kvonce_metal::AttendBuffers<T> buffers_of(const AttendArgs& a) {
-  return {static_cast<const T*>(a.q),
-          static_cast<const T*>(a.k),
-          static_cast<const T*>(a.v),
-          a.kv_lens,
-          a.kv_starts,
-          a.mask,
-          a.alibi_slopes,
-          a.params,
-          a.scalars,
-          a.q_strides,
-          a.k_strides,
-          a.v_strides,
-          a.mask_strides,
-          a.partial_o,
-          a.partial_sums};
-}
 
 __device__ kvonce_metal::Place place_of_thread() {
   return {static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z),
@@ -55,24 +29,6 @@ template <typename T, int kDimQk, int kDimV>
 __global__ void attend_per_head(AttendArgs args) {
   kvonce_metal::attend_per_head<T, kDimQk, kDimV>(buffers_of<T>(args), shared_memory, place_of_thread());
 }
-template <typename T>
-__device__ kvonce_metal::AffineTensor<T> affine_k(const AttendArgs& a) {
-  return {static_cast<const unsigned char*>(a.k),
-          static_cast<const T*>(a.k_scales),
-          static_cast<const T*>(a.k_biases),
-          a.k_strides,
-          a.k_scales_strides,
-          a.k_biases_strides};
-}
-template <typename T>
-__device__ kvonce_metal::AffineTensor<T> affine_v(const AttendArgs& a) {
-  return {static_cast<const unsigned char*>(a.v),
-          static_cast<const T*>(a.v_scales),
-          static_cast<const T*>(a.v_biases),
-          a.v_strides,
-          a.v_scales_strides,
-          a.v_biases_strides};
-}
 template <typename T, int kDimQk, int kDimV, int kRows, int kBits, int kGroup>
 __global__ void attend_affine_vector(AttendArgs args) {
   kvonce_metal::attend_affine_vector<T, kDimQk, kDimV, kRows, kBits, kGroup>(
@@ -88,13 +44,6 @@ __global__ void merge_partials(MergeArgs a) {
   kvonce_metal::merge_partials<T, kDimV>({a.partial_o, a.partial_sums, a.sinks, a.params}, static_cast<T*>(a.out),
                                          a.lse, shared_memory, place_of_thread());
 }
-
-template <typename T>
-constexpr DType kDType = DType::f32;
-template <>
-constexpr DType kDType<half> = DType::f16;
-template <>
-constexpr DType kDType<bfloat> = DType::bf16;
 
 struct AttendKernel {
   Instance instance;

@@ -2,37 +2,11 @@
 #include "kernels.hpp"
 
 #include "dialect_host.h"
-// The bodies, after the dialect.
-#include "metal/affine.metal.h"
-#include "metal/attend.metal.h"
-#include "metal/attend_matrix.metal.h"
-#include "metal/attend_per_head.metal.h"
-#include "metal/merge.metal.h"
+// After the dialect.
+#include "body_arguments.hpp"
 
 namespace kvonce::emulation {
 namespace {
-
-using kvonce_metal::bfloat;
-using kvonce_metal::half;
-
-template <typename T>
-kvonce_metal::AttendBuffers<T> buffers_of(const AttendArgs& a) {
-  return {static_cast<const T*>(a.q),
-          static_cast<const T*>(a.k),
-          static_cast<const T*>(a.v),
-          a.kv_lens,
-          a.kv_starts,
-          a.mask,
-          a.alibi_slopes,
-          a.params,
-          a.scalars,
-          a.q_strides,
-          a.k_strides,
-          a.v_strides,
-          a.mask_strides,
-          a.partial_o,
-          a.partial_sums};
-}
 
 kvonce_metal::Place place_of(const ThreadPlace& p) { return {p.x, p.y, p.z, p.simdgroup, p.lane}; }
 
@@ -47,24 +21,6 @@ void run_matrix(const AttendArgs& args, float* shared, const ThreadPlace& place)
 template <typename T, int kDimQk, int kDimV>
 void run_per_head(const AttendArgs& args, float* shared, const ThreadPlace& place) {
   kvonce_metal::attend_per_head<T, kDimQk, kDimV>(buffers_of<T>(args), shared, place_of(place));
-}
-template <typename T>
-kvonce_metal::AffineTensor<T> affine_k(const AttendArgs& a) {
-  return {static_cast<const unsigned char*>(a.k),
-          static_cast<const T*>(a.k_scales),
-          static_cast<const T*>(a.k_biases),
-          a.k_strides,
-          a.k_scales_strides,
-          a.k_biases_strides};
-}
-template <typename T>
-kvonce_metal::AffineTensor<T> affine_v(const AttendArgs& a) {
-  return {static_cast<const unsigned char*>(a.v),
-          static_cast<const T*>(a.v_scales),
-          static_cast<const T*>(a.v_biases),
-          a.v_strides,
-          a.v_scales_strides,
-          a.v_biases_strides};
 }
 template <typename T, int kDimQk, int kDimV, int kRows, int kBits, int kGroup>
 void run_affine_vector(const AttendArgs& args, float* shared, const ThreadPlace& place) {
@@ -81,13 +37,6 @@ void run_merge(const MergeArgs& a, float* shared, const ThreadPlace& place) {
   kvonce_metal::merge_partials<T, kDimV>({a.partial_o, a.partial_sums, a.sinks, a.params}, static_cast<T*>(a.out),
                                          a.lse, shared, place_of(place));
 }
-
-template <typename T>
-constexpr DType kDType = DType::f32;
-template <>
-constexpr DType kDType<half> = DType::f16;
-template <>
-constexpr DType kDType<bfloat> = DType::bf16;
 
 struct AttendKernel {
   Instance instance;

@@ -8,9 +8,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include "baselines/cuda/status.hpp"
 #include "counters/count_case.hpp"
@@ -228,10 +231,12 @@ void add_options(CLI::App& app, Options& options) {
       "Exit codes: 0 ok, 1 an arm failed or its result is wrong, 2 bad usage, 3 unavailable or unsupported here.");
 }
 
+/// As it was called, but for the folder of --out, which means nothing elsewhere.
 std::string command_line(int argc, const char* const* argv) {
   std::string text = "kvonce_cuda_counters";
   for (int i = 1; i < argc; ++i) {
-    const std::string word(argv[i]);
+    const bool is_out = std::string_view(argv[i - 1]) == "--out";
+    const std::string word = is_out ? std::filesystem::path(argv[i]).filename().string() : std::string(argv[i]);
     text += word.find(' ') == std::string::npos ? " " + word : " \"" + word + "\"";
   }
   return text;
