@@ -89,6 +89,11 @@ class Plan:
     predicted_us: float  # by a model; nobody has measured this
     rejected: tuple  # "kernel: reason"
 
+    @property
+    def kv_format(self):
+        """Of K and V: "f16", "mlx_int8", ..."""
+        return self.kernel_id.removeprefix(f"attend_metal_{self.body}_").rpartition("_d")[0]
+
 
 def gpu_of_architecture(architecture, **known):
     """The Gpu of mlx.core.device_info()["architecture"], "applegpu_g16s": by its generation number alone."""
