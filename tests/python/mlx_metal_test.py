@@ -89,6 +89,7 @@ def variants():
         yield dict(asked=(("body", 1), ("row_tile", row_tile)), q_len=3)
     yield dict(dims=(64, 64), asked=(("body", 1), ("row_tile", 8)), q_len=3)
     yield dict(dims=(512, 512), dtype="float32")
+    yield dict(dims=(512, 512))  # steps in pieces
     for mask in (mx.zeros((1, 300), dtype=mx.bool_), mx.zeros((1, 300), dtype=mx.float16), mx.zeros((1, 300))):
         yield dict(mask=mask)
     for affine in ((8, 64), (4, 64), (4, 32), (8, 128)):
@@ -198,7 +199,7 @@ class MlxMetalSourceTest(unittest.TestCase):
         prelude = HERE.parent / "metal_emulation" / "msl_opencl.h"
         with tempfile.TemporaryDirectory() as folder:
             for i, variant in enumerate((dict(asked=(("body", 1), ("row_tile", 4)), q_len=2), dict(asked=(("body", 2),)),
-                                         dict(asked=(("body", 3),)), dict(dtype="bfloat16", q_len=8),
+                                         dict(asked=(("body", 3),)), dict(dtype="bfloat16", q_len=8), dict(dims=(512, 512)),
                                          dict(dtype="float32", dims=(80, 80)), dict(asked=(("body", 1),), affine=(4, 64)),
                                          dict(asked=(("body", 2),), affine=(8, 32)))):
                 for name, source in traced(**variant)[1].items():
@@ -252,6 +253,7 @@ class MlxMetalEmulationTest(unittest.TestCase):
     def test_head_dims(self):
         for dims in ((80, 80), (40, 24), (192, 128)):
             self.compare(*qkv(1, 6, 2, 2, 90, *dims, dtype="float16"), mask="causal")
+        self.compare(*qkv(1, 8, 1, 1, 90, 512, dtype="float16"))
 
     def test_quantized_caches(self):
         """mlx_lm's QuantizedKVCache: slices of longer ones."""
