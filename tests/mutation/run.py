@@ -22,7 +22,7 @@ TREE = ROOT / "build" / "mutation" / "tree"
 BUILD = ROOT / "build" / "mutation" / "build"
 NOT_ABOUT_FAULTS = "source_|abidiff|installed|isa_symbols|exported|bench|tools.cli|fuzz|check_quick"
 TIMEOUT_S = 900  # of the tests: a fault may hang them
-FAILED_TEST = re.compile(r"^\s*\d+ - (\S+) \((?!Skipped|Not Run|Disabled)", re.MULTILINE)  # ctest's list at its end
+FAILED_TEST = re.compile(r"^\s*\d+ - (\S+)(?:  # GetParam\(\) = .*?)? \((?!Skipped|Not Run|Disabled)", re.MULTILINE)  # ctest's list
 COMPILER = "the compiler: not a fault that tests could notice"
 
 
