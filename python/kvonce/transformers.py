@@ -27,8 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvonce
 import kvonce.torch  # defines the operator
+from kvonce._transformers_cache import GrowingCache, use_growing_caches
 
-__all__ = ["NAME", "MAX_Q_LEN", "Mask", "register", "reset_stats", "stats"]
+__all__ = ["NAME", "MAX_Q_LEN", "GrowingCache", "Mask", "register", "reset_stats", "stats", "use_growing_caches"]
 
 NAME = "kvonce"  # Transformers treats names that contain "flash" differently
 MAX_Q_LEN = 64
