@@ -25,6 +25,11 @@ def _empty(like: torch.Tensor, capacity: int) -> torch.Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
+def _kind(states):
+    num_seqs, num_kv_heads, _, head_dim = states.shape
+    return num_seqs, num_kv_heads, head_dim, states.dtype, states.device
+
+
 class _Room:
     """Buffers of K and V, each [num_seqs, num_kv_heads, capacity, head_dim].
 
@@ -35,15 +40,13 @@ class _Room:
     def __init__(self, keys, values, num_tokens, reserve_tokens):
         self.capacity = max(num_tokens + max(MIN_SPARE_TOKENS, num_tokens // SPARE_DIVISOR), reserve_tokens)
         self.keys, self.values = _empty(keys, self.capacity), _empty(values, self.capacity)
+        self.kinds = _kind(keys), _kind(values)
         self.end = 0
         self.held = None, None
 
     def fits(self, keys, values):
         """Whether torch.cat would take them, and make nothing of another dtype."""
-        return keys.shape[2] == values.shape[2] and all(
-            new.shape[0] == room.shape[0] and new.shape[1] == room.shape[1] and new.shape[3] == room.shape[3]
-            and new.dtype == room.dtype and new.device == room.device
-            for room, new in ((self.keys, keys), (self.values, values)))
+        return (_kind(keys), _kind(values)) == self.kinds and keys.shape[2] == values.shape[2]
 
     def view(self, begin, num_tokens):
         return self.keys.narrow(2, begin, num_tokens), self.values.narrow(2, begin, num_tokens)
