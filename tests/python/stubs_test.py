@@ -9,7 +9,7 @@ import kvonce
 from kvonce import _core
 
 PACKAGE = importlib.resources.files(kvonce)
-ANNOTATED = ("ggml.py", "torch.py", "transformers.py", "_mlx_statistics.py")  # which have no stubs
+ANNOTATED = ("ggml.py", "torch.py", "transformers.py", "_mlx_statistics.py", "_transformers_cache.py")  # which have no stubs
 
 
 def parse(text):
