@@ -20,6 +20,7 @@ SPARE_DIVISOR = 4  # a token is copied fewer than 5 times while the cache grows;
 
 
 def _empty(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Huge pages gain nothing here (madvise: 0.498 ms for 11.5 MB, torch's own pages 0.500), and begins at 2 MB cost 15 %."""
     shape = (*like.shape[:2], capacity, like.shape[3])
     with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -39,6 +40,8 @@ class _Room:
 
     def __init__(self, keys, values, num_tokens, reserve_tokens):
         self.capacity = max(num_tokens + max(MIN_SPARE_TOKENS, num_tokens // SPARE_DIVISOR), reserve_tokens)
+        if self.capacity % 256 == 0:  # heads a power of two apart share cache sets: 3 heads of 8192 x 64 float32 took two threads
+            self.capacity += 16  # of a Zen 4 EPYC 0.310 ms, with room for 8208 0.287 ms (fastest fiftieth of 300 reads of 7500)
         self.keys, self.values = _empty(keys, self.capacity), _empty(values, self.capacity)
         self.kinds = _kind(keys), _kind(values)
         self.end = 0

@@ -186,6 +186,8 @@ class GrowingCacheTest(unittest.TestCase):
                 places = {cache.update(*new_states(generator, 2, 4), layer)[0].data_ptr() for _ in range(16) for layer in (0, 1)}
             self.assertEqual(len(places), 2)
             self.assertEqual(cache.get_seq_length(), 64)
+        room = growing._Room(*new_states(generator, 1, 4), 4, 8192)
+        self.assertEqual(room.capacity, 8208)
         for wrong in (-1, 2.0, True):
             with self.assertRaisesRegex(ValueError, f"^reserve_tokens: got {wrong}, allowed: an int of at least 0$"):
                 kt.GrowingCache(reserve_tokens=wrong)
