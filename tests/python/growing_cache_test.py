@@ -1,5 +1,6 @@
 """kvonce.transformers.GrowingCache against Transformers' own DynamicCache."""
 import copy
+import pickle
 import random
 import unittest
 import unittest.mock
@@ -79,6 +80,43 @@ class GrowingCacheTest(unittest.TestCase):
     def test_prompt_lookup(self):
         """Steps of several tokens, after each of which the cache is cut."""
         self.compare(models.model_of("LlamaConfig"), num_seqs=1, prompt_lookup_num_tokens=4)
+
+    def with_and_without(self, generate_tokens):
+        """Tokens are the same whether generate's own caches grow in place or not."""
+        expected = generate_tokens()
+        kt.use_growing_caches()
+        self.addCleanup(kt.use_growing_caches, False)
+        self.assertTrue(torch.equal(generate_tokens(), expected))
+        kt.use_growing_caches(False)
+
+    def test_assisted_decoding(self):
+        """Sliding windows that keep what they have passed until the cache is cut."""
+        models_of_both = [models.model_of("MistralConfig", sliding_window=models.WINDOW, num_hidden_layers=layers) for layers in (4, 2)]
+        for model in models_of_both:
+            model.set_attn_implementation("kvonce")
+        self.with_and_without(lambda: models_of_both[0].generate(
+            models.prompts(1), assistant_model=models_of_both[1], max_new_tokens=24, min_new_tokens=24, do_sample=False))
+
+    def test_encoders_and_decoders(self):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForSeq2SeqLM.from_config(transformers.T5Config(
+            vocab_size=256, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0,
+            eos_token_id=None)).eval()
+        for num_beams in (1, 3):
+            self.with_and_without(lambda: model.generate(models.prompts(2), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+                                                         do_sample=False, num_beams=num_beams))
+
+    def test_pickled_caches_go_on(self):
+        generator = torch.Generator().manual_seed(0)
+        for given in ({}, {"config": models.config("MistralConfig", sliding_window=4)}):
+            cache = kt.GrowingCache(**given)
+            with torch.no_grad():
+                cache.update(*new_states(generator, 1, 3), 0)
+                twin, states = pickle.loads(pickle.dumps(cache)), new_states(generator, 1, 1)
+                for got, expected in zip(twin.update(*states, 0), cache.update(*states, 0)):
+                    self.assertTrue(torch.equal(got, expected))
+                self.assertEqual(twin.update(*states, 1)[0].shape[2], 1)
+            self.assertEqual(len(cache.layers), 1 if not given else models.LAYERS)
 
     def check_same(self, ours, plain):
         self.assertEqual(ours.get_seq_length(), plain.get_seq_length())
