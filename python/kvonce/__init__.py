@@ -35,8 +35,8 @@ def _dtype_name(dtype):
 
 
 def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=None, alibi_slopes=None, mask=None,
-           mask_slopes=None, kv_lens=None, kv_starts=None, v_is_k_prefix=False, k_format=None, v_format=None,
-           k_scales=None, k_biases=None, v_scales=None, v_biases=None, chunk_tokens=None, out=None, out_dtype=None,
+           mask_slopes=None, kv_lens=None, kv_starts=None, kv_layout="BHSD", block_table=None, segments=None,
+           v_is_k_prefix=False, k_format=None, v_format=None, k_scales=None, k_biases=None, v_scales=None, v_biases=None, chunk_tokens=None, out=None, out_dtype=None,
            return_lse=False, threads=None, target=None, policy=None, stream=None):
     """Attention of a few query tokens to a long KV cache, each K and V byte read once.
 
@@ -57,6 +57,9 @@ def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=Non
     kv_lens: [num_seqs] tokens that count, 0 to kv_len; int32, int64 or a list. Default: all of k. With q in CUDA memory
         an int32 array beside it, which is read when the work runs; what exceeds kv_len counts as kv_len.
     kv_starts: [num_seqs] tokens of left padding that are skipped; as kv_lens.
+    kv_layout: "BHSD", or "BSHD": k and v, and their scales and biases, are [num_seqs, kv_len, num_kv_heads, ...], read where
+        they are; messages give their shapes in the order of "BHSD". "NHD" and "HND", the pages of a block_table, are not
+        served yet (NotImplementedError), nor are segments, which rows read which token range.
     v_is_k_prefix: v is k[..., :head_dim_v], whose bytes then are read once.
     k_format: how K is stored; default: k's dtype. "mlx_int8" and "mlx_int4": k is what mlx.core.quantize makes of K with bits 8
         or 4 and group_size 32, 64 or 128, [num_seqs, num_kv_heads, kv_len, head_dim_qk * bits / 32] of uint32 (or int32,
@@ -77,11 +80,15 @@ def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=Non
     natural logarithm of the sum of exponentials. A row that sees no key has out 0 and lse -inf. Other threads of Python
     run meanwhile. The plan of an earlier call is used again, also for a cache that has grown a little.
     """
+    if block_table is not None:
+        raise NotImplementedError("block_table is not served yet; gather the pages into k and v of [num_seqs, ...]")
+    if segments is not None:
+        raise NotImplementedError("segments is not served yet; attend to each token range with return_lse and merge the results")
     causal = mask is None if causal is None else causal
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
                         _dtype_name(out_dtype), return_lse, stream,
                         _core.Choices(chunk_tokens, threads, target, policy), alibi_slopes, mask, mask_slopes,
-                        _dtype_name(k_format), _dtype_name(v_format), k_scales, k_biases, v_scales, v_biases)
+                        _dtype_name(k_format), _dtype_name(v_format), k_scales, k_biases, v_scales, v_biases, kv_layout)
 
 
 def merge(outs, lses):

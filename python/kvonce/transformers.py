@@ -27,8 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvonce
 import kvonce.torch  # defines the operator
+from kvonce._transformers_cache import GrowingCache, use_growing_caches
 
-__all__ = ["NAME", "MAX_Q_LEN", "Mask", "register", "reset_stats", "stats"]
+__all__ = ["NAME", "MAX_Q_LEN", "GrowingCache", "Mask", "register", "reset_stats", "stats", "use_growing_caches"]
 
 NAME = "kvonce"  # Transformers treats names that contain "flash" differently
 MAX_Q_LEN = 64
@@ -91,6 +92,7 @@ class Mask:
     def __init__(self, arguments, refusal=None, window=0, kv_lens=None, kv_starts=None):
         self.arguments = arguments  # of Transformers' mask functions
         self.refusal, self.window, self.kv_lens, self.kv_starts = refusal, window, kv_lens, kv_starts
+        self.served = set()  # what is known to have a kernel: the layers of a step ask the same
         self._made = {}
 
     def make(self, to):
@@ -210,8 +212,13 @@ def _attention(module, query, key, value, attention_mask, **options):
     if refusal is None:
         sinks = options.get("s_aux")
         softcap = options.get("softcap") or 0.0
-        refusal = _unsupported(query.shape[1:4:2], query.dtype, key.shape[1:4:2], key.dtype, value.shape[3], value.dtype,
-                               query.shape[2], softcap, sinks is not None, str(query.device))
+        compiling = torch.compiler.is_compiling()
+        kind = query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, softcap, sinks is None
+        if compiling or kind not in attention_mask.served:
+            refusal = _unsupported(query.shape[1:4:2], query.dtype, key.shape[1:4:2], key.dtype, value.shape[3], value.dtype,
+                                   query.shape[2], softcap, sinks is not None, str(query.device))
+            if refusal is None and not compiling:
+                attention_mask.served.add(kind)
     if refusal is None:
         _count()
         out = torch.ops.kvonce.attend.default(

@@ -176,39 +176,6 @@ TEST(PlanTest, PrefetchesGoIntoL2WhereTheProcessorFollowsThem) {
   EXPECT_GT(make_plan(decode_problem(), known).policy().prefetch_tokens, 0);
 }
 
-TEST(PlanTest, WeightsAreRoundedToBf16OnlyWhereEverythingIsBf16) {
-  Device known = device();
-#ifdef __aarch64__
-  known.target = "neon_bf16";
-#else
-  known.target = "avx512_bf16";
-#endif
-  known.fast_pair_dot = true;
-  const auto pair_dot = [&](DType out, KvFormat v, DType q = DType::bf16) {
-    Problem problem = decode_problem();
-    problem.q_dtype = q;
-    problem.k_format = KvFormat::bf16;
-    problem.v_format = v;
-    problem.out_dtype = out;
-    return make_plan(problem, known).policy().pair_dot;
-  };
-  EXPECT_EQ(pair_dot(DType::bf16, KvFormat::bf16), 2);
-  EXPECT_EQ(pair_dot(DType::f32, KvFormat::bf16), 1);
-  EXPECT_EQ(pair_dot(DType::f16, KvFormat::bf16), 1);
-  EXPECT_EQ(pair_dot(DType::bf16, KvFormat::f16), 1);
-  EXPECT_EQ(pair_dot(DType::bf16, KvFormat::bf16, DType::f32), 0);
-  known.fast_pair_dot = false;
-  EXPECT_EQ(pair_dot(DType::bf16, KvFormat::bf16), 0);
-
-  Problem mixed = decode_problem();
-  mixed.q_dtype = DType::bf16;
-  mixed.k_format = KvFormat::bf16;
-  mixed.v_format = KvFormat::f16;
-  PlanOptions options;
-  options.policy.pair_dot = 2;
-  expect_error([&] { make_plan(mixed, known, options); }, ErrorCode::InvalidArgument, {"pair_dot", "2", "0 or 1"});
-}
-
 TEST(PlanTest, ChunkTokensGivenTwiceMustAgree) {
   PlanOptions options = with_chunk_tokens(512);
   options.policy.chunk_tokens = 512;

@@ -90,6 +90,13 @@ class AffineTest(unittest.TestCase):
         self.assertIsInstance(out, torch.Tensor)
         numpy.testing.assert_array_equal(out.numpy(), expected)
 
+    def test_tokens_before_heads(self):
+        k, v = Quantised(8, 64, seed=1), Quantised(4, 64, seed=2)
+        self.check(query(), k, v, lambda q, k, v, **options: kvonce.attend(
+            q, *(numpy.ascontiguousarray(one.codes.swapaxes(1, 2)) for one in (k, v)), k_format="mlx_int8", v_format="mlx_int4",
+            kv_layout="BSHD", **{name: numpy.ascontiguousarray(side.swapaxes(1, 2)) for name, side in sides(k, v).items()},
+            **options))
+
     def test_plan(self):
         plan = kvonce.plan(8, NUM_KV_HEADS, HEAD_DIM, 200, num_seqs=NUM_SEQS, q_len=2, q_dtype="float16",
                            k_format="mlx_int8", v_format="mlx_int4", quant_group=64, scales_dtype="float16")

@@ -109,6 +109,16 @@ class ErrorsTest(unittest.TestCase):
         self.refused("v_is_k_prefix", v_is_k_prefix=True)
         self.refused("chunk_tokens", chunk_tokens=-4)
 
+    def test_layouts(self):
+        self.refused("^kv_layout: got 'SBHD', allowed: BHSD, BSHD$", kv_layout="SBHD")
+        for layout in ("NHD", "HND"):
+            self.refused(f"^kv_layout {layout}: paged caches are not served yet", error=NotImplementedError, kv_layout=layout)
+        plan = kvonce.plan(4, 2, 64, 50, num_seqs=2)
+        with self.assertRaisesRegex(ValueError, "^kv_layout: got 'SBHD', allowed: BHSD, BSHD$"):
+            plan.attend(self.q, self.k, self.v, kv_layout="SBHD")
+        self.refused("^block_table is not served yet", error=NotImplementedError, block_table=[[0]])
+        self.refused("^segments is not served yet", error=NotImplementedError, segments=[])
+
     def test_targets_of_other_machines(self):
         missing = [device for device in kvonce.devices() if device.backend == "cpu" and device.unavailable]
         self.assertTrue(missing)

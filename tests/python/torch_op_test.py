@@ -2,6 +2,7 @@
 import subprocess
 import sys
 import unittest
+import unittest.mock
 
 import numpy
 from oracle import TOLERANCE, attention, error
@@ -9,6 +10,7 @@ from oracle import TOLERANCE, attention, error
 try:
     import torch
     import torch._dynamo.testing
+    import kvonce.torch
     from kvonce.torch import scaled_dot_product_attention
 except ModuleNotFoundError:
     torch = None
@@ -54,6 +56,22 @@ class TorchOpTest(unittest.TestCase):
             for head_dim, head_dim_v in ((64, 64), (128, 128), (40, 24)):
                 with self.subTest(dtype=dtype, head_dim=head_dim):
                     self.check(tensors(dtype, head_dim=head_dim, head_dim_v=head_dim_v))
+
+    def test_small_calls_wake_no_thread(self):
+        """K and V of less than 1 MB are read by one thread, with the same bits."""
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(2)
+        limit = kvonce.torch._ONE_THREAD_BYTES
+        for q_len, kv_len, threads in ((1, 1023, 1), (1, 1024, 2), (2, 511, 1), (2, 512, 2)):
+            q, k, v = tensors(num_seqs=1, q_len=q_len, kv_len=kv_len)
+            self.assertEqual((k.nbytes + v.nbytes) * q_len < limit, threads == 1)
+            outs = []
+            for bytes_of_one in (limit, 0, 1 << 40):
+                with unittest.mock.patch.multiple(kvonce.torch, _ONE_THREAD_BYTES=bytes_of_one, _choices_of_threads={}):
+                    outs.append(torch.ops.kvonce.attend.default(q, k, v))
+                    used = {limit: threads, 0: 2, 1 << 40: 1}[bytes_of_one]
+                    self.assertEqual(list(kvonce.torch._choices_of_threads), [used])
+            self.assertTrue(torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]))
 
     def test_options(self):
         arrays = tensors(q_len=3)
