@@ -48,10 +48,16 @@ __device__ __forceinline__ void attend_groups(const AttendParams& params, const 
   // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
   const int differ_from = params.q_len > 1 && params.causal ? w.kv_len - params.q_len : INT_MAX;
   const int differ_to = params.q_len > 1 && params.window > 0 ? w.begin + params.q_len : INT_MIN;
+  int stage = 0;
 #pragma unroll 1
-  for (int stage = 0; token < end; token += kStride) {
+  for (int base = token - static_cast<int>(tile.group) * kTokens; base < end; base += kStride, token += kStride) {
     const int later = token + kStages * kStride;
-    const bool differs = token + kTokens > differ_from || token < differ_to;
+    // Of either group's step: both pass as many barriers, which racecheck tells apart by their number alone.
+    const bool differs = base + kStride > differ_from || base < differ_to;
+    if (token >= end) {
+      for (int i = 0; i < (differs ? 5 : 4); ++i) sync_group(tile.group);
+      break;
+    }
     tile.wait_for_oldest();
     tile.score_tokens(stage, params.scale_log2);
     tile.load_keys(params, stage, later, end);
