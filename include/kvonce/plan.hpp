@@ -69,7 +69,9 @@ struct Policy {
   std::int64_t prefetch_tokens = -1;
   /// One prefetch per so many cache lines: 1, or 2 where the processor adds the neighbour. Rows with gaps between them take 1.
   std::int64_t prefetch_lines = 0;
-  std::int64_t pair_dot = -1;     // bf16 q and K: 1 multiplies stored pairs, 0 converts to float32; -1: choose
+  /// bf16 q and K: 1 multiplies stored pairs, 0 converts to float32, 2 multiplies pairs of bf16 V's tokens too, whose weights it
+  /// rounds to bf16; -1: choose, 2 only where the output is bf16.
+  std::int64_t pair_dot = -1;
   std::int64_t worker_bytes = 0;  // K and V bytes that a call's rows see, per worker: smaller calls wake fewer threads
   /// Where and in which order prefetches go: 1 into L1, four pages side by side; 2 into L2, in address order; 0: choose.
   std::int64_t prefetch_level = 0;

@@ -89,6 +89,11 @@ class Plan:
     predicted_us: float  # by a model; nobody has measured this
     rejected: tuple  # "kernel: reason"
 
+    @property
+    def kv_format(self):
+        """Of K and V: "f16", "mlx_int8", ..."""
+        return self.kernel_id.removeprefix(f"attend_metal_{self.body}_").rpartition("_d")[0]
+
 
 def gpu_of_architecture(architecture, **known):
     """The Gpu of mlx.core.device_info()["architecture"], "applegpu_g16s": by its generation number alone."""
@@ -118,6 +123,22 @@ def stage_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes):
     return tokens
 
 
+def piece_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes):
+    tokens = step_tokens(matrix, row_tile)
+    if matrix or tokens * (dim_qk + dim_v) * element_bytes <= MAX_SHARED_BYTES:
+        return 0
+    while tokens > 1 and tokens * max(dim_qk, dim_v) * element_bytes > STAGE_BYTES:
+        tokens //= 2
+    return tokens
+
+
+def stage_floats(matrix, row_tile, dim_qk, dim_v, element_bytes):
+    piece = piece_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes)
+    if piece:
+        return (piece * max(dim_qk, dim_v) * element_bytes + 3) // 4
+    return stage_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes) * (dim_qk + dim_v) * element_bytes // 4
+
+
 def join_rows(token_parts, row_tile, dim_v):
     if token_parts * row_tile * dim_v <= JOIN_FLOATS:
         return row_tile
@@ -126,7 +147,7 @@ def join_rows(token_parts, row_tile, dim_v):
 
 def shared_floats(matrix, row_tile, dim_qk, dim_v, element_bytes, row_tiles, token_parts):
     if row_tiles > 1:
-        return stage_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes) * (dim_qk + dim_v) * element_bytes // 4
+        return stage_floats(matrix, row_tile, dim_qk, dim_v, element_bytes)
     if token_parts > 1:
         return token_parts * (2 * row_tile + join_rows(token_parts, row_tile, dim_v) * dim_v)
     return 1
@@ -177,8 +198,11 @@ def _slots(body, row_tile, row_tiles, s):
     if s.affine:  # a code takes two instructions more than an element
         slots += (dim_qk + dim_v) // 4 if body == MATRIX else 4 * (LANES // row_tile) * (lanes_qk + lanes_v)
     if row_tiles > 1:
-        staged = stage_tokens(body == MATRIX, row_tile, dim_qk, dim_v, s.staged_bytes)
-        slots += 64 * (staged * (lanes_qk + lanes_v) // row_tiles + BARRIER_SLOTS) // (row_tile * staged)
+        of_stage = (body == MATRIX, row_tile, dim_qk, dim_v, s.staged_bytes)
+        piece = piece_tokens(*of_stage)
+        staged = step_tokens(body == MATRIX, row_tile) if piece else stage_tokens(*of_stage)
+        stages = 2 * staged // piece if piece else 1
+        slots += 64 * (staged * (lanes_qk + lanes_v) // row_tiles + stages * BARRIER_SLOTS) // (row_tile * staged)
     return slots
 
 

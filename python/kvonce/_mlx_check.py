@@ -21,6 +21,11 @@ def on_metal():
     return _mlx_calls.backend_of(None) is _mlx_metal
 
 
+def backend_name():
+    """Of what serves the calls: metal, cuda or cpu."""
+    return _mlx_calls.backend_of(None).__name__.rpartition("_mlx_")[2]
+
+
 def _output_of(*command):
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -35,6 +40,16 @@ def _version(package):
         return ""
 
 
+def _processor():
+    """The processor's name, as the system has it."""
+    name = _output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    if not name and os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        name = names[0] if names else ""
+    return name or platform.processor()
+
+
 def describe_system():
     device_info = getattr(mx, "device_info", None) or mx.metal.device_info
     gpu_cores = ""
@@ -42,8 +57,8 @@ def describe_system():
         for line in _output_of("ioreg", "-l", "-w0", "-r", "-c", "AGXAccelerator").splitlines():
             if '"gpu-core-count"' in line:
                 gpu_cores = line.rpartition("=")[2].strip()
-    return {"os": platform.platform(), "processor": _output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor(),
-            "gpu_cores": gpu_cores, "device": str(mx.default_device()),
+    return {"os": platform.platform(), "processor": _processor(), "processors": os.cpu_count(), "gpu_cores": gpu_cores,
+            "device": str(mx.default_device()),
             "device_info": {name: str(value) for name, value in device_info().items()}, "python": platform.python_version(),
             "versions": {name: _version(name) for name in ("mlx", "mlx-lm", "transformers")}, "kvonce": kvonce.__version__}
 
@@ -57,12 +72,12 @@ def parse(arguments):
     parser.add_argument("--commit", default="", help="of the clone, for the file")
     parser.add_argument("--models", help="mlx-lm models, folders or names, comma-separated, 'none' for none; "
                         f"default on Metal: {','.join(MODELS)}")
-    parser.add_argument("--context", type=int, help="tokens in the models' caches; default: 32768")
-    parser.add_argument("--tokens", type=int, help="tokens that the models generate per run; default: 64")
+    parser.add_argument("--context", type=int, help="tokens in the models' caches; default: 32768, not on Metal 2048")
+    parser.add_argument("--tokens", type=int, help="tokens that the models generate per run; default: 64, not on Metal 16")
     options = parser.parse_args(arguments)
     options.lens = [int(length) for length in (options.lens or ("128" if options.quick else "2048,8192,32768")).split(",")]
-    options.context = options.context or (300 if options.quick else 32768)
-    options.tokens = options.tokens or (8 if options.quick else 64)
+    options.context = options.context or (300 if options.quick else 32768 if on_metal() else 2048)
+    options.tokens = options.tokens or (8 if options.quick else 64 if on_metal() else 16)
     if options.models is None:
         options.models = list(MODELS) if on_metal() and not options.quick else []
     else:
@@ -73,7 +88,7 @@ def parse(arguments):
 def main(arguments):
     options = parse(arguments)
     result = {"schema": SCHEMA, "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-              "command": "python -m kvonce.mlx " + " ".join(arguments), "commit": options.commit, "backend": "metal" if on_metal() else "cpu",
+              "command": "python -m kvonce.mlx " + " ".join(arguments), "commit": options.commit, "backend": backend_name(),
               "system": describe_system()}
 
     def save():
@@ -90,8 +105,15 @@ def main(arguments):
                                           for model in options.models])):
         result[name] = run()
         save()
-    failed = result["conformance"]["failed"]
+    failed = list(result["conformance"]["failed"])
+    failed += [f"table, {row['case']}: {calls} calls went to MLX: {reason}" for row in result["table"]
+               for reason, calls in row["stats"]["fallbacks"].items()]
     failed += [f"{model['model']}: {model['error']}" for model in result["models"] if "error" in model]
+    failed += [f"{model['model']}: no call was served" for model in result["models"] if not model.get("stats", {}).get("served", 1)]
+    # A file without these two is of a run that was stopped.
+    result["finished"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    result["failed"] = failed
+    save()
     print(f"{result['conformance']['cases']} cases, {len(failed)} failed; written to {options.out}")
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)

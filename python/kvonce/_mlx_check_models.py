@@ -44,13 +44,18 @@ def _decode(model, caches, tokens):
 
 
 def run(name, context, tokens):
+    """What the model does, or why it did not run: no package, no network, too little memory. The rest of the check stands."""
     try:
-        import mlx_lm
-        from mlx_lm.models.cache import make_prompt_cache
-        model = mlx_lm.load(name)[0]
-    except Exception as error:  # no such package, no network, too little memory: the rest of the check stands
+        return _measure(name, context, tokens)
+    except Exception as error:
         print(f"{name}: {error}", flush=True)
         return {"model": name, "error": f"{type(error).__name__}: {error}"}
+
+
+def _measure(name, context, tokens):
+    import mlx_lm
+    from mlx_lm.models.cache import make_prompt_cache
+    model = mlx_lm.load(name)[0]
     caches = make_prompt_cache(model)
     filled_by = _fill(model, caches, context)
     rates, made = {"mlx": [], "kvonce": []}, {}

@@ -14,8 +14,8 @@ from kvonce._mlx_transforms import originals
 
 GEOMETRIES = ((32, 32, 128), (32, 8, 128), (32, 4, 128), (64, 8, 64), (16, 2, 128))
 CYCLED_BYTES = 1 << 30
-CALLS_PER_EVALUATION = 32
-REPEATS = 15
+CALLS_PER_EVALUATION, REPEATS = 32, 15
+CPU_CALLS_PER_EVALUATION, CPU_REPEATS = 2, 3  # MLX's own arms take seconds a call there
 
 
 def _buffers(num_q_heads, num_kv_heads, head_dim, kv_len, cycled_bytes):
@@ -80,7 +80,8 @@ def _time(on_metal, call, first, count):
 
 
 def run(on_metal, lens, quick):
-    cycled, calls, repeats = (1 << 20, 2, 3) if quick else (CYCLED_BYTES, CALLS_PER_EVALUATION, REPEATS)
+    calls, repeats = (CALLS_PER_EVALUATION, REPEATS) if on_metal and not quick else (CPU_CALLS_PER_EVALUATION, CPU_REPEATS)
+    cycled = 1 << 20 if quick else CYCLED_BYTES
     rows = []
     for num_q_heads, num_kv_heads, head_dim in GEOMETRIES[2:4] if quick else GEOMETRIES:
         for kv_len in lens:
@@ -90,6 +91,7 @@ def run(on_metal, lens, quick):
             qmv = _qmv_arm(sets)
             arms["qmv"] = lambda i: qmv(i % len(sets))
             times = {name: [] for name in arms}
+            kvonce_mlx.reset_stats()
             done = 0
             for repeat in range(repeats + 1):  # the first compiles and warms up
                 for name, call in arms.items():
@@ -98,7 +100,8 @@ def run(on_metal, lens, quick):
                         times[name].append(us)
                 done += calls
             row = {"case": f"{num_q_heads}q/{num_kv_heads}kv d{head_dim} kv={kv_len} q=1 seqs=1 dtype=f16",
-                   "kv_bytes": kv_bytes, "num_buffers": len(sets), "calls_per_evaluation": calls, "arms": {}}
+                   "kv_bytes": kv_bytes, "num_buffers": len(sets), "calls_per_evaluation": calls, "repeats": repeats,
+                   "stats": kvonce_mlx.stats(), "arms": {}}
             for name, pairs in times.items():
                 us, with_python = zip(*pairs)
                 median = statistics.median(us)

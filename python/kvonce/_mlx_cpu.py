@@ -74,4 +74,4 @@ def attend_quantized(q, keys, values, scale, causal, mask, group_size, bits, dty
     arrays = [q, *keys, *values] + ([] if mask is None else [mask])
     evaluate(arrays)
     function = _quantized_function(scale, causal, mask is not None, group_size, bits, dtype_name(dtype))
-    return function(*arrays), f"cpu int{bits}"
+    return function(*arrays), f"cpu mlx_int{bits}"

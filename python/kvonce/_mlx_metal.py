@@ -142,22 +142,24 @@ def this_gpu():
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(num_seqs, num_q_heads, num_kv_heads, q_len, head_dim_qk, head_dim_v, max_kv_len, dtype, gpu, asked):
+def _plan(num_seqs, num_q_heads, num_kv_heads, q_len, head_dim_qk, head_dim_v, max_kv_len, dtype, kv_format, quant_group, gpu,
+          asked):
     return policy.choose(num_seqs=num_seqs, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, q_len=q_len,
-                         head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, max_kv_len=max_kv_len, dtype=dtype, gpu=gpu,
-                         policy=dict(asked))
+                         head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, max_kv_len=max_kv_len, dtype=dtype,
+                         kv_format=kv_format, quant_group=quant_group, gpu=gpu, policy=dict(asked))
 
 
 def plan_of(q, k, v, gpu=None, asked=(), affine=None):
     """The plan of a call, the same for all kv_len between two powers of two. asked: (name, value) pairs of a policy.
 
-    affine: (bits, group_size) where k and v are (codes, scales, biases), which the kernels turn into float32.
+    affine: (bits, group_size) where k and v are (codes, scales, biases), the latter two of q's dtype.
     """
-    keys, values = (k, v) if affine is None else (k[0], v[0])
-    dim_v = values.shape[3] if affine is None else values.shape[3] * 32 // affine[0]
+    keys, dim_v, of_cache = k, v.shape[3] if affine is None else v[0].shape[3] * 32 // affine[0], (None, 64)
+    if affine is not None:
+        keys, of_cache = k[0], (f"mlx_int{affine[0]}", affine[1])
     max_kv_len = 1 << (keys.shape[2] - 1).bit_length()
-    dtype = dtype_name(keys.dtype) if affine is None else "float32"
-    return _plan(*q.shape[:2], keys.shape[1], q.shape[2], q.shape[3], dim_v, max_kv_len, dtype, gpu or this_gpu(), tuple(asked))
+    return _plan(*q.shape[:2], keys.shape[1], q.shape[2], q.shape[3], dim_v, max_kv_len, dtype_name(q.dtype), *of_cache,
+                 gpu or this_gpu(), tuple(asked))
 
 
 @functools.lru_cache(maxsize=256)
@@ -305,4 +307,4 @@ def attend_quantized(q, keys, values, scale, causal, mask, group_size, bits, dty
         raise Fallback(str(error)) from None
     arrays = [q, *keys, *values] + ([] if mask is None else [mask])
     function = _quantized_function(scale, causal, mask is not None, group_size, bits, dtype)
-    return function(*arrays), f"metal {plan.body} int{bits}"
+    return function(*arrays), f"metal {plan.body} {plan.kv_format}"

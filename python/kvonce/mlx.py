@@ -14,6 +14,10 @@ calls go to MLX. mx.grad, mx.vjp and mx.jvp get their derivatives from MLX's fun
 On an Apple GPU: the kernel bodies of src/metal, which MLX compiles; lazy as everything in MLX. mx.grad and mx.vjp work;
 mx.jvp, mx.vmap and mx.export_function raise ValueError, as MLX has no rules for custom kernels. On CUDA: _mlx_cuda.py.
 """
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from . import _mlx_calls as _calls
@@ -27,7 +31,8 @@ __all__ = ["MAX_Q_LEN", "patch", "quantized_scaled_dot_product_attention", "rese
 
 def scaled_dot_product_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float,
                                  mask: None | str | mx.array = None, sinks: mx.array | None = None,
-                                 force_fused: bool = False, stream=None) -> mx.array:
+                                 force_fused: bool = False,
+                                 stream: mx.Stream | mx.Device | mx.DeviceType | None = None) -> mx.array:
     """softmax(scale * q k^T + mask) v, each byte of K and V read once for all query heads that need it.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk]; float32, float16 or bfloat16.
@@ -48,7 +53,9 @@ def scaled_dot_product_attention(q: mx.array, k: mx.array, v: mx.array, *, scale
     return _calls.attend(q, k, v, scale, mask, sinks, force_fused, stream)
 
 
-def quantized_scaled_dot_product_attention(queries, q_keys, q_values, scale, mask=None, group_size=64, bits=8):
+def quantized_scaled_dot_product_attention(queries: mx.array, q_keys: Sequence[mx.array], q_values: Sequence[mx.array],
+                                           scale: float, mask: None | str | mx.array = None, group_size: int = 64,
+                                           bits: int = 8) -> mx.array:
     """mlx_lm's function of that name: K and V as (codes, scales, biases) of mx.quantize, read once and never unpacked.
 
     queries: [num_seqs, num_q_heads, q_len, head_dim_qk]; float32, float16 or bfloat16.
@@ -61,7 +68,7 @@ def quantized_scaled_dot_product_attention(queries, q_keys, q_values, scale, mas
     return _calls.attend_quantized(queries, q_keys, q_values, scale, mask, group_size, bits)
 
 
-def patch():
+def patch() -> _patch.Patch:
     """Puts kvonce's functions in the place of MLX's and mlx_lm's, until unpatch() or the end of a with block.
 
     Replaced are mlx.core.fast.scaled_dot_product_attention, mlx_lm.models.base.quantized_scaled_dot_product_attention,
@@ -72,12 +79,12 @@ def patch():
     return _patch.patch()
 
 
-def unpatch():
+def unpatch() -> None:
     """Puts back what patch() found. A name that others have changed since stays as it is."""
     _patch.unpatch()
 
 
-def _main():
+def _main() -> int:
     import sys
 
     from kvonce import _mlx_check

@@ -9,28 +9,32 @@
 
 namespace kvonce::cpu {
 
-// [1] Packs rows by halves of a vector: dims [h width / 2, (h + 1) width / 2) of row r at (h * rows + r) * width / 2. Where
-//     K loads as even and odd dims, a pair of halves holds the even and the odd dims of `width` neighbours.
-template <class S, KvFormat format>
+// [1] Packs rows by halves of a vector: dims [h width / 2, (h + 1) width / 2) of row r at (h * rows + r) * n, n = width / 2, or
+//     n = width with the half there twice, where a plain load is faster than one that repeats it. Where K loads as even
+//     and odd dims, a pair of halves holds the even and the odd dims of `width` neighbours.
+template <class S, KvFormat format, bool twice>
 void load_row_tile_split(const ChunkTask& task, std::int64_t first_row, int rows, float* q) {
   constexpr bool kEvenOdd = S::template Elements<format>::kEvenOdd;
   constexpr int kHalf = S::width / 2;
-  for (int r = 0; r < rows; ++r, q += kHalf) {
+  constexpr int kStored = twice ? S::width : kHalf;
+  for (int r = 0; r < rows; ++r, q += kStored) {
     const std::int64_t offset = q_offset(task, first_row + r);
     with_dtype(task.q_dtype, [&](auto q_format) {
       using Stored = typename S::template Elements<decltype(q_format)::value>::Stored;
       const auto* p = static_cast<const Stored*>(task.q) + offset;
       float* halves = q;
-      for (std::int64_t dim = 0; dim < task.head_dim_qk; dim += S::width, halves += rows * S::width) {
+      for (std::int64_t dim = 0; dim < task.head_dim_qk; dim += S::width, halves += 2 * rows * kStored) {
         const typename S::Vec values = load_upto<S, decltype(q_format)::value>(p + dim, task.head_dim_qk - dim);
-        S::template store_halves<kEvenOdd>(halves, halves + rows * kHalf, values);
+        for (int at = 0; at < kStored; at += kHalf) {
+          S::template store_halves<kEvenOdd>(halves + at, halves + rows * kStored + at, values);
+        }
       }
     });
   }
 }
 
 // [2] As score_tokens of attend.hpp.
-template <class S, KvFormat format, int rows>
+template <class S, KvFormat format, int rows, bool twice>
 void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* q,
                         std::int64_t dims, float scale_log2e, StepPrefetcher<S>& ahead, float* scores) {
   using Vec = typename S::Vec;
@@ -39,7 +43,7 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
   constexpr int kLaneRows = lane_rows(rows);
   constexpr int kPairs = S::width / kLaneRows;  // of tokens
   constexpr int kTokens = 2 * kPairs;
-  constexpr int kHalf = S::width / 2;
+  constexpr int kStored = twice ? S::width : S::width / 2;  // of q
   const Row<S, format> k = first_row<S, format>(k_rows);
   const std::int64_t half_bytes = kPairs * row_bytes(format, dims);  // of the block's rows
 
@@ -57,12 +61,12 @@ void score_tokens_split(const void* k_rows, std::int64_t token_stride, std::int6
     const auto add_dims = [&acc, &q_half](const Vec(&key)[kPairs]) {
       KVONCE_UNROLL
       for (int r = 0; r < rows; ++r) {
-        Vec query = S::load_twice(q_half + r * kHalf);
+        Vec query = twice ? S::load(q_half + r * kStored) : S::load_twice(q_half + r * kStored);
         S::pin(query);
         KVONCE_UNROLL
         for (int j = 0; j < kPairs; ++j) acc[j][r] = S::fmadd(key[j], query, acc[j][r]);
       }
-      q_half += rows * kHalf;
+      q_half += rows * kStored;
     };
     if constexpr (is_block(format)) {
       for (std::int64_t dim = 0; dim < dims; dim += shared::kGgmlBlockValues) {

@@ -160,14 +160,22 @@ void decide_policy(core::PlanData& data, const Target& target, const Policy& ask
     core::refuse(ErrorCode::InvalidArgument, "policy.heads_per_step", std::to_string(policy.heads_per_step),
                  "1 to " + std::to_string(kMaxHeadsPerStep));
   }
+  // Pairs of K's dims; of V's tokens too where that costs the output nothing it had: its own rounding is as coarse.
   const bool can_pair_dot = target.has_pair_dot && p.q_dtype == DType::bf16 && p.k_format == KvFormat::bf16;
+  const bool can_pair_values = can_pair_dot && p.v_format == KvFormat::bf16;
   // Off on Sapphire Rapids: 11.3 GB/s against 14.1 converted (8 rows, d128), 9.7 against 11.7 (d64), L2-resident, one thread.
   // On for AMD: Zen 4, one thread from memory, 13.3 GB/s against 10.2 (8 rows, d128), 11.8 against 8.9 (d64), but one row
   // 17.2 against 20.2, which is K row by row. Not measured on Arm.
-  if (policy.pair_dot < 0) policy.pair_dot = can_pair_dot && data.device.fast_pair_dot && !one_row_in_order ? 1 : 0;
-  if (policy.pair_dot > (can_pair_dot ? 1 : 0)) {
+  if (policy.pair_dot < 0) {
+    const bool is_fast = can_pair_dot && data.device.fast_pair_dot && !one_row_in_order;
+    policy.pair_dot = !is_fast ? 0 : can_pair_values && p.out_dtype == DType::bf16 ? 2 : 1;
+  }
+  const int most_pairs = can_pair_values ? 2 : can_pair_dot ? 1 : 0;
+  if (policy.pair_dot > most_pairs) {
     core::refuse(ErrorCode::InvalidArgument, "policy.pair_dot", std::to_string(policy.pair_dot),
-                 can_pair_dot ? "0 or 1" : "0 unless q and K are bf16 and the target is avx512_bf16 or neon_bf16");
+                 most_pairs == 2   ? "0, 1 or 2"
+                 : most_pairs == 1 ? "0 or 1, as V is not bf16"
+                                   : "0 unless q and K are bf16 and the target is avx512_bf16 or neon_bf16");
   }
   if (policy.prefetch_tokens > 65536) {
     core::refuse(ErrorCode::InvalidArgument, "policy.prefetch_tokens", std::to_string(policy.prefetch_tokens),

@@ -264,7 +264,8 @@ class Call {
     const shared::TokenRange keys = seen(item.seq, t.row_begin / group, (t.row_begin + t.num_rows - 1) / group);
     const std::int64_t chunk_begin = (chunks_of(item.seq).begin + item.chunk) * data_.policy.chunk_tokens;
     t.chunk = {std::max(keys.begin, chunk_begin), std::min(keys.end, chunk_begin + data_.policy.chunk_tokens)};
-    t.pair_dot = data_.policy.pair_dot != 0;
+    t.pair_dot = data_.policy.pair_dot >= 1;
+    t.pair_dot_values = data_.policy.pair_dot == 2;
     t.row_tile = data_.policy.row_tile;
     t.step_tokens = data_.policy.step_tokens;
     t.prefetch_tokens = data_.policy.prefetch_tokens;

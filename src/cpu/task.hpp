@@ -11,6 +11,8 @@ namespace kvonce::cpu {
 
 constexpr std::int64_t kPadFloats = 32;  // scratch and partial rows are padded to whole pairs of the widest vectors
 constexpr int kMaxRowTile = 8;
+constexpr int kQueryCopies = 2;               // room in the scratch for rows of q stored twice (attend_split.hpp)
+constexpr std::int64_t kMostDimsTwice = 256;  // of such rows
 constexpr std::int64_t kMaxStepTokens = 1024;
 constexpr int kMaxHeadsPerStep = 8;
 
@@ -90,7 +92,8 @@ struct ChunkTask {
   std::int64_t num_fetchers;
   bool starts_cold;  // no earlier task of the worker has asked for the first step's keys
 
-  bool pair_dot;  // bf16 q and K on a target with dot_pairs: score_tokens_dot
+  bool pair_dot;         // bf16 q and K on a target with dot_pairs: score_tokens_dot
+  bool pair_dot_values;  // bf16 V as well: accumulate_values_dot
   std::int64_t row_tile;
   std::int64_t step_tokens;
   std::int64_t prefetch_tokens;
@@ -137,7 +140,7 @@ static constexpr std::int64_t affine_step_floats(std::int64_t num_groups, std::i
 static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
                                              std::int64_t step_tokens, std::int64_t k_groups, std::int64_t v_groups) {
   // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
-  return rows * (round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
+  return rows * (kQueryCopies * round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
                  2 * kPadFloats + (step_tokens + 1 + 3) / 4) +
          kMaxRowTile * step_tokens + kPadFloats + affine_step_floats(k_groups, step_tokens) +
          affine_step_floats(v_groups, step_tokens);

@@ -127,8 +127,14 @@ __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_consta
   if (w.split >= w.num_splits) return;
   if constexpr (K::kPlain && kJoin == kJoinWorkspace && !kOneStep) {
     if (w.tile_end - w.tile_begin <= kShortWarps * kShortTiles) {
-      attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true,
-                   Known<K::kWarps, true, typename K::Out, 1, kShortWarps>>(params, w);
+      // Two bodies: code that is there and not run costs time too. H200, 64q/8kv d64, 2,048 of 131,072 tokens: 5.15 us, 4.85 us by lanes.
+      if (w.num_splits <= static_cast<int>(kLaneSplits)) {
+        attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true,
+                     Known<K::kWarps, true, typename K::Out, 0, kShortWarps>>(params, w);
+      } else {
+        attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true,
+                     Known<K::kWarps, true, typename K::Out, 1, kShortWarps>>(params, w);
+      }
       return;
     }
   }

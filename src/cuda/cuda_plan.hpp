@@ -36,6 +36,11 @@ constexpr bool has_plain(int head_dim_qk, int head_dim_v) {
   return head_dim_qk == head_dim_v && (head_dim_qk == 64 || head_dim_qk == 128);
 }
 
+/// Whether blocks of so many row tiles, 4 or 8, multiply by four warps together (attend_warpgroup.cuh), on sm_90.
+constexpr bool has_groups(int head_dim_qk, int head_dim_v, int row_tiles) {
+  return row_tiles >= 4 && has_plain(head_dim_qk, head_dim_v);
+}
+
 /// One kernel and how it is launched for a problem.
 struct KernelShape : LaunchShape {
   bool exists = false;

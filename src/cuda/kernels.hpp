@@ -10,12 +10,15 @@ struct MmaInstance {
   Join join = kJoinWorkspace;
   int head_dim_qk = 0;
   int head_dim_v = 0;
-  int row_tiles = 1;      // of 8 rows: 1, 2 or 4
+  int row_tiles = 1;      // of 8 rows: 1, 2, 4 or, with groups, 8
+  bool groups = false;    // four warps together: attend_warpgroup.cuh
   bool plain = false;     // plain decode: Known in partial.cuh
   bool one_step = false;  // no warp has more than one step; only with plain, never with kJoinFew
   int step_tiles = 1;     // a warp's step, of 16 tokens
   int warps = 0;
   int kv_bytes = 0;  // of shared memory for staged K and V
+
+  [[nodiscard]] constexpr int partials() const { return groups ? 2 : warps; }  // of a block
 };
 
 /// Null when there is no such instance.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/attend.cuh"
+#include "cuda/attend_warpgroup.cuh"
 #include "cuda/cuda_plan.hpp"
 #include "cuda/kernels.hpp"
 
@@ -12,6 +13,12 @@ const void* general_address() {
   return reinterpret_cast<const void*>(
       &attend_mma<T, kDimQk, kDimV, kRowTiles, step_tiles(kDimQk), is_staged(kDimQk, kDimV), kJoin, false,
                   Known<mma_warps(kDimQk, kDimV), false, void, kRowTiles == 4 ? 2 : 1>>);
+}
+
+template <typename T, int kDim, int kRows, Join kJoin>
+const void* groups_address() {
+  return reinterpret_cast<const void*>(
+      &attend_warpgroup<T, kDim, kRows, kJoin, Known<kWarps, false, void, 2, kWarps, true>>);
 }
 
 template <typename T, int kDim, Join kJoin, int kTiles, bool kOneStep, int kBlockWarps>
@@ -37,6 +44,10 @@ template <typename T, int kDimQk, int kDimV, Join kJoin>
 const void* mma_address_of(const MmaInstance& choice) {
   if constexpr (has_plain(kDimQk, kDimV)) {
     if (choice.plain) return plain_address<T, kDimQk, kJoin>(choice);
+  }
+  if constexpr (has_groups(kDimQk, kDimV, 8)) {
+    if (choice.groups && choice.row_tiles == 4) return groups_address<T, kDimQk, 32, kJoin>();
+    if (choice.groups && choice.row_tiles == 8) return groups_address<T, kDimQk, 64, kJoin>();
   }
   if (choice.row_tiles == 1) return general_address<T, kDimQk, kDimV, 1, kJoin>();
   if constexpr (most_row_tiles(kDimQk, kDimV) >= 2) {

@@ -23,6 +23,8 @@ struct MergeArea {
   __device__ __forceinline__ float4* four(unsigned warp, unsigned row, unsigned dim) const {
     return reinterpret_cast<float4*>(x + (warp * rows + row) * dim_v + (dim ^ (row & 4)));
   }
+  /// The place of dims 8j.. of a row in a group's partial (attend_warpgroup.cuh): four rows side by side miss each other's banks.
+  __device__ __forceinline__ static unsigned wide_at(unsigned row, unsigned dim) { return dim ^ (row & 3) << 3; }
   __device__ __forceinline__ static bool is_exchanged(unsigned row) { return (row & 2) != 0; }
 };
 __device__ __forceinline__ float4 exchange_pairs(const float4& v, bool exchange) {
@@ -37,8 +39,8 @@ __device__ __forceinline__ MergeArea lay_out_area(const AttendParams& p, int row
   area.rows = rows;
   area.dim_v = dim_v;
   area.x = reinterpret_cast<float*>(shared_bytes);
-  area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(K::kWarps, rows, dim_v, kv_bytes));
-  area.mail = reinterpret_cast<float4*>(area.ml + merge_ml_pairs(K::kWarps, rows));
+  area.ml = reinterpret_cast<float2*>(area.x + merge_x_floats(K::kPartials, rows, dim_v, kv_bytes));
+  area.mail = reinterpret_cast<float4*>(area.ml + merge_ml_pairs(K::kPartials, rows));
   area.mail_ml = reinterpret_cast<float2*>(area.mail + p.shape.own_slices * p.shape.num_splits * kSlice);
   return area;
 }
@@ -68,13 +70,26 @@ __device__ __forceinline__ void store_output(void* out, Element type, std::int64
   }
 }
 
-/// Element e of the stream's output: sink, normalisation, out and, from a row's first element, lse.
+/// Where an element of the stream's output goes.
+struct OutPlace {
+  RowPlace row;
+  unsigned dim;
+  std::int64_t at;
+};
 template <class K>
-__device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w, unsigned e, unsigned row_elements,
-                                       Partial a) {
-  const unsigned row = e / row_elements;
+__device__ __forceinline__ OutPlace place_element(const AttendParams& p, const BlockWork& w, unsigned e,
+                                                  unsigned row_elements) {
   const unsigned dim = e % row_elements * 4;
-  const RowPlace place = place_of<K::kPlain>(p, w, static_cast<int>(row));
+  const RowPlace row = place_of<K::kPlain>(p, w, static_cast<int>(e / row_elements));
+  return {row, dim, w.seq * p.out_seq + row.head * p.out_head + row.query * p.out_token + dim};
+}
+
+/// An element of the stream's output: sink, normalisation, out and, from a row's first element, lse.
+template <class K>
+__device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w, const OutPlace& to, Partial a) {
+  const RowPlace place = to.row;
+  const unsigned dim = to.dim;
+  const std::int64_t at = to.at;
   if constexpr (!K::kPlain) {
     if (p.sinks != nullptr) {
       const float4 x[1] = {{0.0F, 0.0F, 0.0F, 0.0F}};
@@ -84,7 +99,6 @@ __device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w
   }
   const float scale = a.l == 0.0F ? 0.0F : reciprocal_approx(a.l);  // l is 0 or at least 1
   const float4 x = {a.x.x * scale, a.x.y * scale, a.x.z * scale, a.x.w * scale};
-  const std::int64_t at = w.seq * p.out_seq + place.head * p.out_head + place.query * p.out_token + dim;
   if constexpr (K::kPlain) {
     using Out = typename K::Out;
     *reinterpret_cast<uint2*>(static_cast<Out*>(p.out) + at) = {pack(x.x, x.y, Out()), pack(x.z, x.w, Out())};
@@ -97,6 +111,12 @@ __device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w
   }
 }
 
+template <class K>
+__device__ __forceinline__ void finish(const AttendParams& p, const BlockWork& w, unsigned e, unsigned row_elements,
+                                       const Partial& a) {
+  finish<K>(p, w, place_element<K>(p, w, e, row_elements), a);
+}
+
 /// Joins the warps' partials of an element.
 template <class K>
 __device__ __forceinline__ Partial join_warps(const MergeArea& area, unsigned row, unsigned dim) {
@@ -104,11 +124,16 @@ __device__ __forceinline__ Partial join_warps(const MergeArea& area, unsigned ro
   float2 ml[K::kAttending];
 #pragma unroll
   for (unsigned warp = 0; warp < K::kAttending; ++warp) {
-    x[warp] = *area.four(warp, row, dim);
+    if constexpr (K::kGroups) {
+      x[warp] = *reinterpret_cast<const float4*>(area.x + (warp * area.rows + row) * area.dim_v +
+                                                 MergeArea::wide_at(row, dim));
+    } else {
+      x[warp] = *area.four(warp, row, dim);
+    }
     ml[warp] = area.ml[warp * area.rows + row];
   }
   Partial a = join_first(x, ml);
-  a.x = exchange_pairs(a.x, MergeArea::is_exchanged(row));
+  if constexpr (!K::kGroups) a.x = exchange_pairs(a.x, MergeArea::is_exchanged(row));
   return a;
 }
 

@@ -137,6 +137,14 @@ KVONCE_FN constexpr int stage_bytes(int head_dim_qk, int head_dim_v, int token_t
   return token_tiles * 16 * (stage_row_bytes(head_dim_qk, kKeyPitch) + stage_row_bytes(head_dim_v, kValuePitch));
 }
 
+/// Groups of four warps (attend_warpgroup.cuh): tokens of a group's step, steps of a group whose K and V have places in shared memory.
+constexpr int kGroupStages = 2;
+KVONCE_FN constexpr int group_tokens(int head_dim) { return head_dim <= 64 ? 128 : 64; }
+/// Bytes of a block's q and of its two groups' stages, from a multiple of 1024 on.
+KVONCE_FN constexpr int group_bytes(int head_dim, int rows) {
+  return 1024 + 2 * head_dim * (rows + 2 * kGroupStages * 2 * group_tokens(head_dim));
+}
+
 /// n / divisor for 0 <= n < 2^31, with magic = divide_magic(divisor).
 KVONCE_FN std::uint32_t divide_magic(std::int32_t divisor) {
   return divisor == 1 ? 0 : static_cast<std::uint32_t>((1ULL << 32) / static_cast<std::uint64_t>(divisor) + 1);

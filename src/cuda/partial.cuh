@@ -11,13 +11,17 @@ namespace kvonce::cuda {
 
 /// What an instance of a kernel knows when it is compiled. Plain decode: one query token, up to kPlainRows query heads per KV
 /// head, no kv_starts, window or sinks, output rows of type Out at multiples of 8 bytes, head_dim_v a multiple of 64.
-/// kSlicesOfJoin: slices that are joined at once, 1 or 2. kWarpsThatAttend: the first ones of the block's, the others only join.
+/// kSlicesOfJoin: slices that are joined at once, 1 or 2; 0: one, by lanes (join_slice_by_lanes). kWarpsThatAttend: the first ones of the block's, the others only join.
+/// kAsGroups: a block's partials are those of two groups of four warps instead (attend_warpgroup.cuh).
 template <int kWarpsOfBlock, bool kIsPlain = false, typename OutType = void, int kSlicesOfJoin = 1,
-          int kWarpsThatAttend = kWarpsOfBlock>
+          int kWarpsThatAttend = kWarpsOfBlock, bool kAsGroups = false>
 struct Known {
   static constexpr int kWarps = kWarpsOfBlock;
-  static constexpr int kAttending = kWarpsThatAttend;
-  static constexpr int kJoinedSlices = kSlicesOfJoin;
+  static constexpr bool kGroups = kAsGroups;
+  static constexpr int kAttending = kGroups ? 2 : kWarpsThatAttend;  // partials of a block
+  static constexpr int kPartials = kGroups ? 2 : kWarpsOfBlock;      // that shared memory has room for
+  static constexpr bool kByLanes = kSlicesOfJoin == 0;
+  static constexpr int kJoinedSlices = kByLanes ? 1 : kSlicesOfJoin;
   static constexpr int kThreads = kWarps * 32;
   static constexpr bool kPlain = kIsPlain;
   using Out = OutType;

@@ -183,7 +183,7 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
   return s;
 }
 
-MmaInstance general_instance(Join join, const Problem& p, std::int64_t row_tiles) {
+MmaInstance general_instance(Join join, const Problem& p, const Device& device, std::int64_t row_tiles) {
   MmaInstance instance;
   instance.join = join;
   instance.head_dim_qk = static_cast<int>(p.head_dim_qk);
@@ -194,6 +194,10 @@ MmaInstance general_instance(Join join, const Problem& p, std::int64_t row_tiles
   if (is_staged(instance.head_dim_qk, instance.head_dim_v)) {
     instance.kv_bytes = instance.warps * stage_bytes(instance.head_dim_qk, instance.head_dim_v, instance.step_tiles);
   }
+  if (device.target == "sm_90" && has_groups(instance.head_dim_qk, instance.head_dim_v, instance.row_tiles)) {
+    instance.groups = true;
+    instance.kv_bytes = group_bytes(instance.head_dim_qk, static_cast<int>(kMmaRows) * instance.row_tiles);
+  }
   return instance;
 }
 
@@ -202,15 +206,15 @@ MmaInstance general_instance(Join join, const Problem& p, std::int64_t row_tiles
 std::int64_t most_mma_tiles(const Problem& p, const Device& device) {
   constexpr std::int64_t kOther = 12 * 1024;  // q, the system's part
   const auto fits = [&](int tiles) {
-    const MmaInstance instance = general_instance(kJoinWorkspace, p, tiles);
-    const std::int64_t bytes = merge_shared_bytes(LaunchShape(), instance.warps, static_cast<int>(kMmaRows) * tiles,
-                                                  instance.head_dim_v, instance.kv_bytes);
+    const MmaInstance instance = general_instance(kJoinWorkspace, p, device, tiles);
+    const std::int64_t bytes = merge_shared_bytes(
+        LaunchShape(), instance.partials(), static_cast<int>(kMmaRows) * tiles, instance.head_dim_v, instance.kv_bytes);
     return device.l1_bytes == 0 || bytes + kOther <= device.l1_bytes;
   };
   const auto dim_qk = static_cast<int>(p.head_dim_qk);
   const auto dim_v = static_cast<int>(p.head_dim_v);
   if (is_staged(dim_qk, dim_v) && !has_clusters(device)) return 0;  // nor bulk copies
-  int tiles = most_row_tiles(dim_qk, dim_v);
+  int tiles = device.target == "sm_90" && has_groups(dim_qk, dim_v, 8) ? 8 : most_row_tiles(dim_qk, dim_v);
   while (tiles > 0 && !fits(tiles)) tiles /= 2;
   return tiles;
 }
@@ -318,14 +322,15 @@ void plan(core::PlanData& data, const PlanOptions& options) {
     tile = kMmaRows;
     while (tile < most && tile < rows) tile *= 2;
     if (options.policy.row_tile > 0) tile = options.policy.row_tile;
-    if (tile > most || (tile != kMmaRows && tile != 2 * kMmaRows && tile != 4 * kMmaRows)) {
+    if (tile > most || (tile != kMmaRows && tile != 2 * kMmaRows && tile != 4 * kMmaRows && tile != 8 * kMmaRows)) {
       core::refuse(ErrorCode::InvalidArgument, "policy.row_tile", std::to_string(tile),
-                   most == 4 * kMmaRows   ? "0 (choose), 8, 16 or 32"
+                   most == 8 * kMmaRows   ? "0 (choose), 8, 16, 32 or 64"
+                   : most == 4 * kMmaRows ? "0 (choose), 8, 16 or 32 for these head dims"
                    : most == 2 * kMmaRows ? "0 (choose), 8 or 16 for these head dims"
                                           : "0 (choose) or 8 for these head dims");
     }
     plan->mma = shape_for(p, data.device, options.policy, rows, tile, true);
-    plan->instance = general_instance(plan->mma.join, p, tile / kMmaRows);
+    plan->instance = general_instance(plan->mma.join, p, data.device, tile / kMmaRows);
     plan->plain = choose_plain(plan->mma, plan->instance, p, rows);
     if (plan->plain) plan->mma.place_rows = kPlainRows;
   } else {

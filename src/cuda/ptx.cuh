@@ -78,6 +78,18 @@ __device__ __forceinline__ std::uint32_t pack(float low, float high, f16) {
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
+__device__ __forceinline__ float2 unpack(std::uint32_t pair, bf16) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000U));
+}
+__device__ __forceinline__ float2 unpack(std::uint32_t pair, f16) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+template <typename T>
+__device__ __forceinline__ float round_to(float x, T) {
+  return unpack(pack(x, x, T()), T()).x;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -88,6 +100,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+/// The largest x of a warp; no x is NaN.
+__device__ __forceinline__ float max_of_warp(float x) {
+  const int bits = __float_as_int(x);
+  const int most = __reduce_max_sync(kAllLanes, bits ^ ((bits >> 31) & 0x7fffffff));
+  return __int_as_float(most ^ ((most >> 31) & 0x7fffffff));
 }
 
 // Words of the workspace: each is its own flag, so neither side needs a fence.

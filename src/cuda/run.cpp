@@ -261,7 +261,7 @@ void attend(const core::PlanData& data, const Inputs& inputs, const Outputs& out
     const MmaInstance& instance = plain ? *plan.plain : plan.instance;
     const void* const kernel = a.k_type == kBf16 ? mma_kernel_bf16(instance) : mma_kernel_f16(instance);
     const int shared_bytes = merge_shared_bytes(
-        a.shape, instance.warps, static_cast<int>(kMmaRows) * instance.row_tiles, a.head_dim_v, instance.kv_bytes);
+        a.shape, instance.partials(), static_cast<int>(kMmaRows) * instance.row_tiles, a.head_dim_v, instance.kv_bytes);
     launch(data, kernel, instance.warps, shared_bytes, a, stream);
   } else {
     apply(plan.generic, p, a);

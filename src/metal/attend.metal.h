@@ -76,13 +76,13 @@ struct VectorTile {
     if (w.tokens.end < seen.end) seen.end = w.tokens.end;  // the tokens after a part's last are another's
   }
 
-  /// [2] The score of the lane's pair.
-  template <typename K>
-  KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const K& k,
-                          int token) {
-    float dots[32];
+  /// [2] A lane's parts of the dot products with tokens [first, first + kCount) of a step.
+  template <int kCount, typename K>
+  KV_FN void dot_tokens(KV_THREAD const Work& w, KV_THREAD const K& k, int token, int first,
+                        KV_THREAD float (&dots)[32]) {
     KV_UNROLL
-    for (int i = 0; i < kTokens; i++) {
+    for (int j = 0; j < kCount; j++) {
+      const int i = first + j;
       typename K::Element x[kQkCount];
       load_token<kDimQk>(k, token + i, token + i < w.tokens.end, lane, x);
       KV_UNROLL
@@ -93,6 +93,10 @@ struct VectorTile {
         dots[row * kTokens + i] = dot;
       }
     }
+  }
+  /// The score of the lane's pair.
+  KV_FN void score_tokens(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, int token,
+                          KV_THREAD float (&dots)[32]) {
     Butterfly<16>::run(dots, lane);
     p = score_of(b, w, at, seen, token + lane % kTokens, dots[0]);
   }
@@ -115,11 +119,13 @@ struct VectorTile {
     }
   }
 
-  /// [4] Adds a step's values. Where rows see different tokens those without weight stay away: 0 times a NaN is one.
-  template <typename V>
-  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const V& v, int token) {
+  /// [4] Adds values of a step, as dot_tokens. Where rows see different tokens those without weight stay away: 0 times a NaN
+  /// is one.
+  template <int kCount, typename V>
+  KV_FN void accumulate_values(KV_THREAD const Work& w, KV_THREAD const V& v, int token, int first) {
     KV_UNROLL
-    for (int i = 0; i < kTokens; i++) {
+    for (int j = 0; j < kCount; j++) {
+      const int i = first + j;
       typename V::Element x[kVCount];
       load_token<kDimV>(v, token + i, token + i < w.tokens.end, lane, x);
       KV_UNROLL
@@ -136,9 +142,39 @@ struct VectorTile {
   template <typename K, typename V>
   KV_FN void take_step(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w, KV_THREAD const K& k,
                        KV_THREAD const V& v, int token) {
-    score_tokens(b, w, k, token);
+    float dots[32];
+    dot_tokens<kTokens>(w, k, token, 0, dots);
+    score_tokens(b, w, token, dots);
     update_softmax();
-    accumulate_values(w, v, token);
+    accumulate_values<kTokens>(w, v, token, 0);
+  }
+
+  /// A step whose K, then V, come through threadgroup memory in pieces of kPiece tokens; all simdgroups of the threadgroup.
+  template <int kPiece, typename K, typename V>
+  KV_FN void take_step_in_pieces(KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
+                                 KV_THREAD const Place& place, KV_THREADGROUP float* shared, KV_THREAD const K& k,
+                                 KV_THREAD const V& v, int token, int row_tiles) {
+    typedef typename K::Element Element;
+    KV_THREADGROUP Element* stage = (KV_THREADGROUP Element*)shared;
+    float dots[32];
+    KV_UNROLL
+    for (int first = 0; first < kTokens; first += kPiece) {
+      barrier();  // the piece before has been used
+      const Rows<Element, KV_THREADGROUP const Element*> rows =
+          stage_rows<kDimQk>(k, stage, token + first, kPiece, w.tokens.end, place, row_tiles);
+      barrier();
+      dot_tokens<kPiece>(w, rows, token, first, dots);
+    }
+    score_tokens(b, w, token, dots);
+    update_softmax();
+    KV_UNROLL
+    for (int first = 0; first < kTokens; first += kPiece) {
+      barrier();
+      const Rows<Element, KV_THREADGROUP const Element*> rows =
+          stage_rows<kDimV>(v, stage, token + first, kPiece, w.tokens.end, place, row_tiles);
+      barrier();
+      accumulate_values<kPiece>(w, rows, token, first);
+    }
   }
 
   /// Adds up the lanes' parts of l.

@@ -93,7 +93,7 @@ enum Limit : int {
   kMaxRowTiles = 16,
   kMaxMergeSimdgroups = 8,
   kJoinFloats = 2048,       // of a join's round: token_parts * kDimV must not exceed it
-  kStageBytes = 16384,      // what staged tokens may take before there are fewer of them
+  kStageBytes = 16384,      // what staged tokens may take before there are fewer of them, or pieces of a step
   kMaxSharedBytes = 32768,  // Metal's limit
 };
 
@@ -107,6 +107,25 @@ KVONCE_METAL_FN int stage_tokens(bool matrix, int row_tile, int dim_qk, int dim_
   return tokens;
 }
 
+/// 0 where row tiles share K and V of whole steps. Otherwise a step's K and V do not fit beside each other, and so many tokens of
+/// K, later of V, are in threadgroup memory at a time; a power of two below step_tokens. Of the vector body alone.
+KVONCE_METAL_FN int piece_tokens(bool matrix, int row_tile, int dim_qk, int dim_v, int element_bytes) {
+  const int dims = dim_qk > dim_v ? dim_qk : dim_v;
+  int tokens = step_tokens(matrix, row_tile);
+  if (matrix || tokens * (dim_qk + dim_v) * element_bytes <= kMaxSharedBytes) return 0;
+  while (tokens > 1 && tokens * dims * element_bytes > kStageBytes) tokens /= 2;
+  return tokens;
+}
+
+/// Threadgroup memory of the tokens that row tiles share, in floats.
+KVONCE_METAL_FN int stage_floats(bool matrix, int row_tile, int dim_qk, int dim_v, int element_bytes) {
+  const int piece = piece_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes);
+  const int dims = dim_qk > dim_v ? dim_qk : dim_v;
+  return piece > 0
+             ? (piece * dims * element_bytes + 3) / 4
+             : stage_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes) * (dim_qk + dim_v) * element_bytes / 4;
+}
+
 /// Rows whose partials are joined between two barriers.
 KVONCE_METAL_FN int join_rows(int token_parts, int row_tile, int dim_v) {
   return token_parts * row_tile * dim_v <= kJoinFloats ? row_tile
@@ -117,8 +136,7 @@ KVONCE_METAL_FN int join_rows(int token_parts, int row_tile, int dim_v) {
 /// Threadgroup memory of attend_vector and attend_matrix in floats. A launch needs 4 * this <= kMaxSharedBytes.
 KVONCE_METAL_FN int shared_floats(bool matrix, int row_tile, int dim_qk, int dim_v, int element_bytes, int row_tiles,
                                   int token_parts) {
-  return row_tiles > 1
-             ? stage_tokens(matrix, row_tile, dim_qk, dim_v, element_bytes) * (dim_qk + dim_v) * element_bytes / 4
+  return row_tiles > 1     ? stage_floats(matrix, row_tile, dim_qk, dim_v, element_bytes)
          : token_parts > 1 ? token_parts * (2 * row_tile + join_rows(token_parts, row_tile, dim_v) * dim_v)
                            : 1;
 }

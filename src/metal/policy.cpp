@@ -42,7 +42,7 @@ constexpr std::int64_t kUnknownCores = 40;  // a Max; on smaller GPUs it means m
 constexpr std::int64_t kMaxChunks = 65535;
 /// Simdgroups that share a chunk's tokens and leave one partial: kSafeThreads of them.
 constexpr std::int64_t kTokenParts = 8;
-constexpr std::int64_t kBarrierSlots = 40;   // a threadgroup barrier's, a guess
+constexpr std::int64_t kBarrierSlots = 40;   // of a stage's threadgroup barriers, a guess
 constexpr std::int64_t kPartialScalars = 2;  // floats of a partial beside o, metal/params.h
 /// MLX's `grid` counts threads in an int.
 constexpr std::int64_t kMaxGrid = 2147483647;
@@ -134,10 +134,15 @@ std::int64_t slots_of(Body body, std::int64_t row_tile, std::int64_t row_tiles, 
   // A code takes two instructions more than an element: out of its word, and scale * code + bias.
   if (s.affine) slots += body == Body::matrix ? (s.dim_qk + s.dim_v) / 4 : 4 * (kLanes / row_tile) * (qk + v);
   if (row_tiles > 1) {
-    const std::int64_t staged =
-        kvonce_metal::stage_tokens(body == Body::matrix, static_cast<int>(row_tile), static_cast<int>(s.dim_qk),
-                                   static_cast<int>(s.dim_v), static_cast<int>(s.staged_bytes));
-    slots += 64 * (staged * (qk + v) / row_tiles + kBarrierSlots) / (row_tile * staged);
+    const bool matrix = body == Body::matrix;
+    const int tile = static_cast<int>(row_tile);
+    const int dims[] = {static_cast<int>(s.dim_qk), static_cast<int>(s.dim_v)};
+    const int element = static_cast<int>(s.staged_bytes);
+    const std::int64_t piece = kvonce_metal::piece_tokens(matrix, tile, dims[0], dims[1], element);
+    const std::int64_t staged = piece > 0 ? kvonce_metal::step_tokens(matrix, tile)
+                                          : kvonce_metal::stage_tokens(matrix, tile, dims[0], dims[1], element);
+    const std::int64_t stages = piece > 0 ? 2 * staged / piece : 1;
+    slots += 64 * (staged * (qk + v) / row_tiles + stages * kBarrierSlots) / (row_tile * staged);
   }
   return slots;
 }

@@ -115,32 +115,57 @@ KV_FN Rows<T, KV_THREADGROUP const T*> stage_rows(KV_THREAD const Source& from, 
   return rows;
 }
 
+/// The tokens of a threadgroup whose row tiles share them: whole steps of K and V, or pieces of kPiece tokens.
+template <int kDimQk, int kDimV, bool kMatrix, int kRows, int kPiece>
+struct SharedSteps {
+  template <typename T, typename Tile, typename K, typename V>
+  static KV_FN void run(KV_THREAD Tile& tile, KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
+                        KV_THREAD const Place& place, KV_THREADGROUP float* shared, KV_THREAD const K& k,
+                        KV_THREAD const V& v, int row_tiles) {
+    constexpr int kStep = step_tokens(kMatrix, kRows);
+    for (int token = w.tokens.begin; token < w.tokens.end; token += kStep) {
+      tile.template take_step_in_pieces<kPiece>(b, w, place, shared, k, v, token, row_tiles);
+    }
+  }
+};
+template <int kDimQk, int kDimV, bool kMatrix, int kRows>
+struct SharedSteps<kDimQk, kDimV, kMatrix, kRows, 0> {
+  template <typename T, typename Tile, typename K, typename V>
+  static KV_FN void run(KV_THREAD Tile& tile, KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
+                        KV_THREAD const Place& place, KV_THREADGROUP float* shared, KV_THREAD const K& k,
+                        KV_THREAD const V& v, int row_tiles) {
+    typedef typename K::Element Element;  // of V too
+    constexpr int kStep = step_tokens(kMatrix, kRows);
+    constexpr int kStage = stage_tokens(kMatrix, kRows, kDimQk, kDimV, int(sizeof(Element)));
+    KV_THREADGROUP Element* k_stage = (KV_THREADGROUP Element*)shared;
+    KV_THREADGROUP Element* v_stage = k_stage + kStage * kDimQk;
+    for (int first = w.tokens.begin; first < w.tokens.end; first += kStage) {
+      const int count = smaller_int(kStage, round_up(w.tokens.end - first, kStep));
+      barrier();  // the stage before has been used
+      const Rows<Element, KV_THREADGROUP const Element*> k_rows =
+          stage_rows<kDimQk>(k, k_stage, first, count, w.tokens.end, place, row_tiles);
+      const Rows<Element, KV_THREADGROUP const Element*> v_rows =
+          stage_rows<kDimV>(v, v_stage, first, count, w.tokens.end, place, row_tiles);
+      barrier();
+      for (int i = 0; i < count; i += kStep) tile.take_step(b, w, k_rows, v_rows, first + i);
+    }
+  }
+};
+
 /// Runs the simdgroup's tokens of K and V through `tile`, a step at a time. Where row tiles share the tokens, through
 /// threadgroup memory. K and V: Rows, or another format's.
 template <int kDimQk, int kDimV, bool kMatrix, int kRows, typename T, typename Tile, typename K, typename V>
 KV_FN void for_each_step(KV_THREAD Tile& tile, KV_THREAD const AttendBuffers<T>& b, KV_THREAD const Work& w,
                          KV_THREAD const Place& place, KV_THREADGROUP float* shared, KV_THREAD const K& k,
                          KV_THREAD const V& v) {
-  typedef typename K::Element Element;  // of V too
   const int row_tiles = param(b.params, kRowTiles);
   constexpr int kStep = step_tokens(kMatrix, kRows);
   if (row_tiles <= 1) {
     for (int token = w.tokens.begin; token < w.tokens.end; token += kStep) tile.take_step(b, w, k, v, token);
     return;
   }
-  constexpr int kStage = stage_tokens(kMatrix, kRows, kDimQk, kDimV, int(sizeof(Element)));
-  KV_THREADGROUP Element* k_stage = (KV_THREADGROUP Element*)shared;
-  KV_THREADGROUP Element* v_stage = k_stage + kStage * kDimQk;
-  for (int first = w.tokens.begin; first < w.tokens.end; first += kStage) {
-    const int count = smaller_int(kStage, round_up(w.tokens.end - first, kStep));
-    barrier();  // the stage before has been used
-    const Rows<Element, KV_THREADGROUP const Element*> k_rows =
-        stage_rows<kDimQk>(k, k_stage, first, count, w.tokens.end, place, row_tiles);
-    const Rows<Element, KV_THREADGROUP const Element*> v_rows =
-        stage_rows<kDimV>(v, v_stage, first, count, w.tokens.end, place, row_tiles);
-    barrier();
-    for (int i = 0; i < count; i += kStep) tile.take_step(b, w, k_rows, v_rows, first + i);
-  }
+  constexpr int kPiece = piece_tokens(kMatrix, kRows, kDimQk, kDimV, int(sizeof(typename K::Element)));
+  SharedSteps<kDimQk, kDimV, kMatrix, kRows, kPiece>::run(tile, b, w, place, shared, k, v, row_tiles);
 }
 
 }  // namespace kvonce_metal

@@ -10,8 +10,9 @@ class OrderTest : public DeviceTest {};
 
 TEST_F(OrderTest, AProducerThatWritesLateAndAConsumer) {
   for (const JoinKind& join : join_kinds()) {
-    for (const KvFormat format : {KvFormat::bf16, KvFormat::f32}) {
-      CaseSpec spec = make_case(format, 128, 8, 1, 1013);
+    for (const auto& [format, group] :
+         {std::pair{KvFormat::bf16, 8}, std::pair{KvFormat::bf16, 24}, std::pair{KvFormat::f32, 8}}) {
+      CaseSpec spec = make_case(format, 128, group, 1, 1013);
       join.apply(spec);
       spec.options.earlier_kv_ready = true;
       spec.name += std::string(" ") + join.name;
@@ -28,21 +29,21 @@ TEST_F(OrderTest, AProducerThatWritesLateAndAConsumer) {
       // q and the newest rows of K and V wait in a second place; their own is NaN until the producer has written.
       const std::size_t element = format == KvFormat::f32 ? 4 : 2;
       const std::size_t row = 128 * element;
-      const DeviceBytes staged(10 * row);
+      const DeviceBytes staged(static_cast<std::size_t>(group + 2) * row);
       ASSERT_CUDA(staged.status());
       const Inputs& in = on_device.inputs();
       const auto newest = [&](const TensorView& view) {
         return static_cast<unsigned char*>(const_cast<void*>(view.data)) + 1012 * row;
       };
-      const Pieces pieces = {{{const_cast<void*>(in.q.data), staged.data(), 8 * row},
-                              {newest(in.k), staged.data() + 8 * row, row},
-                              {newest(in.v), staged.data() + 9 * row, row}}};
+      const Pieces pieces = {{{const_cast<void*>(in.q.data), staged.data(), group * row},
+                              {newest(in.k), staged.data() + group * row, row},
+                              {newest(in.v), staged.data() + (group + 1) * row, row}}};
       for (const Piece& piece : pieces.piece) {
         ASSERT_CUDA(
             cudaMemcpyAsync(const_cast<void*>(piece.from), piece.to, piece.bytes, cudaMemcpyDeviceToDevice, stream));
       }
       constexpr int kRepeats = 1000;
-      const std::size_t out_bytes = 8 * 128 * (spec.problem.out_dtype == DType::f32 ? 4 : 2);
+      const std::size_t out_bytes = group * 128UL * (spec.problem.out_dtype == DType::f32 ? 4 : 2);
       const DeviceBytes consumed(kRepeats * out_bytes);
       ASSERT_CUDA(consumed.status());
       for (int repeat = 0; repeat < kRepeats; ++repeat) {

@@ -97,7 +97,9 @@ TEST(CudaPlanTest, KernelIdNamesTheKernelForFormatsDimsAndRows) {
   EXPECT_EQ(id(bf16_problem()), "attend_sm_90_bf16_d128x128_r8_plain");
   EXPECT_EQ(id(bf16_problem(1)), "attend_sm_90_bf16_d128x128_r8_plain");
   EXPECT_EQ(id(bf16_problem(9)), "attend_sm_90_bf16_d128x128_r16");
-  EXPECT_EQ(id(bf16_problem(64)), "attend_sm_90_bf16_d128x128_r32");
+  EXPECT_EQ(id(bf16_problem(32)), "attend_sm_90_bf16_d128x128_r32");
+  EXPECT_EQ(id(bf16_problem(64)), "attend_sm_90_bf16_d128x128_r64");
+  EXPECT_EQ(id(bf16_problem(64, 4, 96)), "attend_sm_90_bf16_d96x96_r32");
   EXPECT_EQ(id(bf16_problem(16, 4, 256)), "attend_sm_90_bf16_d256x256_r8");
   Problem p = bf16_problem(4, 2, 64);
   p.q_dtype = DType::f16;
@@ -156,7 +158,11 @@ TEST(CudaPlanTest, ReadFactorIsTheNumberOfRowBlocks) {
   EXPECT_EQ(make_plan(bf16_problem(8), hopper()).read_factor(), 1);
   EXPECT_EQ(make_plan(bf16_problem(16), hopper()).read_factor(), 1);
   EXPECT_EQ(make_plan(bf16_problem(32), hopper()).read_factor(), 1);
-  EXPECT_EQ(make_plan(bf16_problem(33), hopper()).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(64), hopper()).read_factor(), 1);
+  EXPECT_EQ(make_plan(bf16_problem(65), hopper()).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(33), hopper("sm_80")).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(33), hopper("sm_120")).read_factor(), 2);
+  EXPECT_EQ(make_plan(bf16_problem(33, 4, 96), hopper()).read_factor(), 2);
   EXPECT_EQ(make_plan(bf16_problem(32, 4, 112), hopper()).read_factor(), 2);
   EXPECT_EQ(make_plan(bf16_problem(17), hopper(), with("row_tile=8")).read_factor(), 3);
   EXPECT_EQ(make_plan(bf16_problem(16, 4, 256), hopper()).read_factor(), 2);
@@ -252,7 +258,7 @@ TEST(CudaPlanTest, SlicesTouchTheRowsTheyCan) {
 
 TEST(CudaPlanTest, PolicyFieldsThatCannotBeAreRefusedByName) {
   for (const char* policy :
-       {"row_tile=1", "row_tile=4", "row_tile=24", "row_tile=64", "rows_per_worker=8", "chunk_tokens=1",
+       {"row_tile=1", "row_tile=4", "row_tile=24", "row_tile=128", "rows_per_worker=8", "chunk_tokens=1",
         "chunk_tokens=100", "chunk_tokens=2147483632", "step_tokens=8", "prefetch_tokens=0", "prefetch_lines=1",
         "pair_dot=0", "worker_bytes=1000", "splits=65536", "join_blocks=1025"}) {
     const std::string message = refusal(bf16_problem(), ErrorCode::InvalidArgument, with(policy));
@@ -264,6 +270,8 @@ TEST(CudaPlanTest, PolicyFieldsThatCannotBeAreRefusedByName) {
     options.policy.cluster = cluster;
     EXPECT_EQ(refusal(bf16_problem(), ErrorCode::InvalidArgument, options).rfind("policy.cluster:", 0), 0U);
   }
+  EXPECT_NE(refusal(bf16_problem(64, 4, 96), ErrorCode::InvalidArgument, with("row_tile=64")).find("8, 16 or 32"),
+            std::string::npos);
   EXPECT_NE(refusal(bf16_problem(16, 4, 256), ErrorCode::InvalidArgument, with("row_tile=16")).find('8'),
             std::string::npos);
 }

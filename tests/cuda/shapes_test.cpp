@@ -100,9 +100,11 @@ TEST_F(ShapesTest, EveryTensorCoreInstance) {
   for (const Dims dims : kDims) {
     for (const KvFormat format : {KvFormat::bf16, KvFormat::f16}) {
       for (const std::int64_t rows : {1, 7, 8, 9, 15, 16, 17, 33}) {
-        for (const std::int64_t row_tile : {8, 16, 32}) {
+        for (const std::int64_t row_tile : {8, 16, 32, 64}) {
           if (row_tile > 8 && std::max(dims.qk, dims.v) > 128) continue;
           if (row_tile == 32 && dims.qk % 32 != 0) continue;
+          if (row_tile == 64 && (rows < 17 || device().target != "sm_90" || (dims.qk != 64 && dims.qk != 128)))
+            continue;
           for (const JoinKind& join : join_kinds()) {
             CaseSpec spec = make_case(format, dims.qk, rows, 2, 150);
             spec.problem.head_dim_v = dims.v;

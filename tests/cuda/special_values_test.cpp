@@ -248,6 +248,33 @@ TEST_F(SpecialValuesTest, NothingButNaN) {
         }
       });
 }
+TEST_F(SpecialValuesTest, NothingButNaNForManyRows) {
+  for (const std::int64_t group : {24, 60}) {
+    for (const JoinKind& join : join_kinds()) {
+      CaseSpec spec = make_case(KvFormat::bf16, 128, group, 2, kLen);
+      join.apply(spec);
+      spec.name += std::string(" ") + join.name;
+      const Plan plan = conformance::plan_case(spec, device());
+      CaseTensors tensors(spec);
+      DeviceCase on_device(plan, spec, tensors);
+      on_device.prepare();
+      ASSERT_NO_FATAL_FAILURE(attend_again(on_device)) << spec.name;
+      ASSERT_EQ(judge_lengths(plan, spec, tensors, spec.kv_lens), "") << spec.name;
+      const std::vector<unsigned char> clean = tensors.result_bytes();
+      ASSERT_CUDA(cudaMemset(const_cast<void*>(on_device.inputs().v.data), 0xff, 2 * kLen * 128 * 2));
+      ASSERT_CUDA(cudaDeviceSynchronize());
+      ASSERT_NO_FATAL_FAILURE(attend_again(on_device)) << spec.name;
+      for (std::int64_t head = 0; head < 2 * group; ++head) {
+        for (std::int64_t dim = 0; dim < 128; ++dim) {
+          ASSERT_TRUE(std::isnan(tensors.out_value(0, head, 0, dim))) << spec.name << " head " << head;
+        }
+      }
+      on_device.upload();
+      ASSERT_NO_FATAL_FAILURE(attend_again(on_device)) << spec.name;
+      ASSERT_EQ(tensors.result_bytes(), clean) << spec.name;
+    }
+  }
+}
 
 }  // namespace
 }  // namespace kvonce::cuda_test

@@ -1,12 +1,10 @@
 // The names that the kernel bodies are written in (src/metal/dialect.h), for C++ on the host: lanes are fibers (lanes.hpp).
-// half and bfloat convert explicitly only, so that an expression that CUDA or MSL would refuse or round does not compile.
 #pragma once
 
 #include <cmath>
-#include <cstdint>
 
 #include "lanes.hpp"
-#include "shared/numeric.h"
+#include "msl_types.hpp"
 
 #define KV_DEVICE
 #define KV_CONSTANT
@@ -17,24 +15,9 @@
 
 namespace kvonce_metal {
 
-struct half {
-  std::uint16_t bits;
-  half() = default;
-  explicit half(float x) : bits(kvonce::shared::f32_to_f16(x)) {}
-  explicit operator float() const { return kvonce::shared::f16_to_f32(bits); }
-};
-
-struct bfloat {
-  std::uint16_t bits;
-  bfloat() = default;
-  explicit bfloat(float x) : bits(kvonce::shared::f32_to_bf16(x)) {}
-  explicit operator float() const { return kvonce::shared::bf16_to_f32(bits); }
-};
-
-struct float2 {
-  float x;
-  float y;
-};
+using kvonce::emulation::bfloat;
+using kvonce::emulation::float2;
+using kvonce::emulation::half;
 
 using kvonce::emulation::Collective;
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "lanes.hpp"
-#include "shared/numeric.h"
+#include "msl_types.hpp"
 
 #define device
 #define constant
@@ -19,24 +19,12 @@
 using uint = unsigned int;
 using ushort = unsigned short;
 
-struct half {
-  std::uint16_t bits;
-  half() = default;
-  explicit half(float x) : bits(kvonce::shared::f32_to_f16(x)) {}
-  explicit operator float() const { return kvonce::shared::f16_to_f32(bits); }
-};
-struct bfloat {
-  std::uint16_t bits;
-  bfloat() = default;
-  explicit bfloat(float x) : bits(kvonce::shared::f32_to_bf16(x)) {}
-  explicit operator float() const { return kvonce::shared::bf16_to_f32(bits); }
-};
+using kvonce::emulation::bfloat;
+using kvonce::emulation::float2;
+using kvonce::emulation::half;
 using float16_t = half;
 using bfloat16_t = bfloat;
 
-struct float2 {
-  float x, y;
-};
 struct uint3 {
   uint x, y, z;
 };

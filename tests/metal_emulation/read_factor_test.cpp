@@ -77,6 +77,17 @@ const Shape kShapes[] = {
 constexpr std::int64_t kCapacity = 300;
 constexpr std::int64_t kValid = 277;
 
+// Tokens that fit threadgroup memory in pieces of a step alone, K and V one after the other.
+const Shape kPieces[] = {
+    {8, 1, 512, choice(kV, 1, 8, 1, 2), 1},         {3, 2, 512, choice(kV, 1, 16, 1, 3, 70), 1},
+    {16, 1, 512, choice(kV, 1, 8, 1, 1), 2},        {4, 1, 512, choice(kV, 1, 4, 1, 2), 1, 77, 0},
+    {4, 2, 512, choice(kV, 1, 8, 1, 2), 1, 0, 131},
+};
+const Shape kPiecesF32[] = {
+    {8, 1, 320, choice(kV, 2, 4, 1, 2), 1},
+    {5, 3, 320, choice(kV, 2, 8, 1, 2), 1},
+};
+
 void expect_read_factor(const Shape& shape, DType dtype) {
   conformance::CaseSpec spec;
   Problem& p = spec.problem;
@@ -137,6 +148,14 @@ TEST(MetalReadFactorTest, EveryByteIsLoadedAsOftenAsTheLaunchSays) {
   }
 }
 
+TEST(MetalReadFactorTest, StepsInPiecesAreLoadedOnceToo) {
+  static_assert(kvonce_metal::piece_tokens(false, 1, 512, 512, 2) == 16);
+  static_assert(kvonce_metal::piece_tokens(false, 2, 320, 320, 4) == 8);
+  static_assert(kvonce_metal::piece_tokens(false, 8, 512, 512, 2) == 0);
+  for (const Shape& shape : kPieces) expect_read_factor(shape, DType::f16);
+  for (const Shape& shape : kPiecesF32) expect_read_factor(shape, DType::f32);
+}
+
 // MLX's affine caches: the bodies load the codes byte by byte, so each of a piece's two bytes counts.
 TEST(MetalReadFactorTest, EveryByteOfAffineCodesIsLoadedOnce) {
   struct AffineShape {
@@ -147,7 +166,8 @@ TEST(MetalReadFactorTest, EveryByteOfAffineCodesIsLoadedOnce) {
   const AffineShape shapes[] = {
       {KvFormat::mlx_int8, 8, 128, choice(kV, 8, 1, 4, 2)},  {KvFormat::mlx_int4, 8, 128, choice(kV, 8, 1, 1, 3)},
       {KvFormat::mlx_int4, 7, 64, choice(kV, 8, 1, 4, 2)},   {KvFormat::mlx_int8, 8, 128, choice(kM, 8, 1, 4, 2)},
-      {KvFormat::mlx_int4, 16, 128, choice(kM, 8, 2, 1, 2)}, {KvFormat::mlx_int8, 16, 128, choice(kV, 8, 2, 1, 2)}};
+      {KvFormat::mlx_int4, 16, 128, choice(kM, 8, 2, 1, 2)}, {KvFormat::mlx_int8, 16, 128, choice(kV, 8, 2, 1, 2)},
+      {KvFormat::mlx_int8, 8, 512, choice(kV, 1, 8, 1, 2)}};
   for (const AffineShape& shape : shapes) {
     conformance::CaseSpec spec;
     Problem& p = spec.problem;

@@ -16,6 +16,13 @@ AFFINE = "src/cpu/affine.hpp"
 AVX512 = "src/cpu/simd/avx512_verbs.hpp"
 AVX2 = "src/cpu/simd/avx2.hpp"
 TENSORS = "src/core/validate_tensors.cpp"
+WORK = "src/metal/work.metal.h"
+TOKENS = "src/metal/tokens.metal.h"
+VECTOR = "src/metal/attend.metal.h"
+MATRIX = "src/metal/attend_matrix.metal.h"
+CODES = "src/metal/affine.metal.h"
+JOIN = "src/metal/join.metal.h"
+METAL_MERGE = "src/metal/merge.metal.h"
 
 FAULTS = [
     ("q of the wrong head", RUN, "q_head = item.kv_head * group;", "q_head = item.kv_head;"),
@@ -68,6 +75,11 @@ FAULTS = [
     ("pair products drop the rest of K's dims", DOT, "if (dim < dims) {", "if (dim > dims) {"),
     ("pair products give every row the first one's q", DOT, "q_offset(task, first_row + r)", "q_offset(task, first_row)"),
     ("pair products skip the last values of q", DOT, "dim + i < task.head_dim_qk ?", "dim + i + 1 < task.head_dim_qk ?"),
+    ("a pair of tokens is the same one twice", DOT, "add_tokens(v, v + token_stride, pairs);", "add_tokens(v, v, pairs);"),
+    ("pairs drop an odd last token", DOT, "if (num_tokens > 0) add_tokens(v, nullptr, pairs);", ""),
+    ("pairs of every row weigh as the first", DOT, "S::broadcast_pair(weights[r])", "S::broadcast_pair(weights[0])"),
+    ("pairs of later blocks weigh as the first block's", DOT, "(p + token * p_stride, p_stride, count, pairs)", "(p, p_stride, count, pairs)"),
+    ("the half stored twice is the other one", SPLIT, "halves + at, halves + rows * kStored + at, values", "halves + at, halves + rows * kStored, values"),
     ("hidden keys off by one", BIAS, "key >= range.begin && key < range.end ? 0.0F", "key >= range.begin && key <= range.end ? 0.0F"),
     ("runs of unequal visibility", CHUNK, "seen[end] == seen[begin];) ++end;", "seen[end] != 0;) ++end;"),
     ("hidden steps are read", BIAS, "shows == 0 ? Seen::none :", "shows == 0 ? Seen::some :"),
@@ -101,4 +113,23 @@ FAULTS = [
     ("AVX-512 exponential loses NaN", AVX512, "max(broadcast(-160.0F), x)", "max(x, broadcast(-160.0F))"),
     ("AVX-512 odd bf16 values lose four bits", AVX512, "0xffff0000U", "0xfff00000U"),
     ("AVX2 bf16 dims stored in the wrong order", AVX2, "_mm256_unpacklo_ps(a, b);\n    const Vec high", "_mm256_unpacklo_ps(b, a);\n    const Vec high"),
+    ("Metal: rows by query token, then head", WORK, "w.q_len) + row / w.q_len;", "w.q_len) + row % (w.num_rows / w.q_len);"),
+    ("Metal: K and V of sequence 0", TOKENS, "data + w.seq * strides[0] + w.kv_head", "data + w.kv_head"),
+    ("Metal: a part's tokens short of a step dropped", WORK, "part.begin + share : range.end;",
+     "part.begin + share : part.begin + (range.end - part.begin) / unit * unit;"),
+    ("Metal: causal range one key long", WORK, "range.end = int(position + 1);", "range.end = int(position + 2);"),
+    ("Metal: window one key wide", WORK, "range.begin = int(position - w.window + 1);", "range.begin = int(position - w.window);"),
+    ("Metal: chunks overlap", WORK, "w.tokens.end = int(begin + chunk_tokens);", "w.tokens.end = int(begin + chunk_tokens) + 1;"),
+    ("Metal: mask of head 0", WORK, "at.head * b.mask_strides[1] + ", ""),
+    ("Metal: padding of a part counts as keys", VECTOR, "if (w.tokens.end < seen.end) seen.end = w.tokens.end;", ""),
+    ("Metal: o not rescaled", VECTOR, "o[row][e] *= row_rescale;", "o[row][e] *= 1.0f;"),
+    ("Metal: a hidden key's NaN reaches its row", VECTOR, "if (!w.rows_differ || weight != 0.0f) {", "if (row >= 0) {"),
+    ("Metal: pieces overwritten before use", VECTOR, "barrier();  // the piece before has been used", ""),
+    ("Metal: both tokens of a lane are the first", MATRIX, "(k, first + 1, dim,", "(k, first, dim,"),
+    ("Metal: codes of 8 bits without their bias", CODES, "x[i] = multiply_add(scale, float(byte), bias);", "x[i] = scale * float(byte);"),
+    ("Metal: every group of a token has the first one's scale", CODES, "+ dim / kGroup * rows.scales_group_stride]", "+ 0 * rows.scales_group_stride]"),
+    ("Metal: parts joined before all are there", JOIN, "    barrier();\n    join_token_parts", "    join_token_parts"),
+    ("Metal: merge weighs without the chunk's sum", METAL_MERGE, "exp2_fast(sums[chunk * 2] - high) * sums[chunk * 2 + 1];", "exp2_fast(sums[chunk * 2] - high);"),
+    ("Metal: merge ignores the sink", METAL_MERGE, "sum_lanes(sum) + weight_of(sink, high);", "sum_lanes(sum);"),
+    ("Metal: lse in base 2", METAL_MERGE, "(high + log2_of(sum)) * KV_LN2", "(high + log2_of(sum))"),
 ]

@@ -16,7 +16,8 @@ except ModuleNotFoundError:
     mx = None
 else:
     import emulated_metal
-    from kvonce import _mlx_check, _mlx_check_conformance, _mlx_check_table
+    from kvonce import (_mlx_calls, _mlx_check, _mlx_check_conformance, _mlx_check_models, _mlx_check_table, _mlx_cpu, _mlx_cuda,
+                        _mlx_metal)
     from kvonce import mlx as kvonce_mlx
 
 ALL_CASES = None if mx is None else _mlx_check_conformance._cases
@@ -43,10 +44,16 @@ class MlxCheckTest(unittest.TestCase):
         self.assertEqual(result["conformance"]["failed"], [])
         self.assertGreater(result["conformance"]["cases"], 50)
         self.assertEqual(result["conformance"]["stats"]["fallbacks"], {})
+        self.assertEqual(result["failed"], [])
+        self.assertGreaterEqual(result["finished"], result["when"])
+        for name in ("os", "processor", "device", "python", "kvonce"):
+            self.assertTrue(result["system"][name], name)
+        self.assertNotIn("metal", json.dumps({name: part for name, part in result.items() if name != "system"}).lower())
         self.assertEqual([row["case"] for row in result["table"]], [
             "32q/4kv d128 kv=32 q=1 seqs=1 dtype=f16", "64q/8kv d64 kv=32 q=1 seqs=1 dtype=f16"])
         for row in result["table"]:
             self.assertEqual(set(row["arms"]), {"kvonce", "mx.fast", "gemv", "qmv"})
+            self.assertEqual(row["stats"], {"served": 8, "kernels": {"cpu": 8}, "fallbacks": {}})  # 2 calls, 3 repeats and a first
             for arm in row["arms"].values():
                 self.assertAlmostEqual(arm["gbps"], row["kv_bytes"] / arm["us_median"] / 1e3)
 
@@ -79,6 +86,31 @@ class MlxCheckTest(unittest.TestCase):
         self.assertEqual(len(result["conformance"]["failed"]), 1)
         self.assertIn("kv=33", result["conformance"]["failed"][0])
         self.assertIn("failed: kvonce, lengths", text)
+
+    def test_calls_of_the_table_that_went_to_mlx(self):
+        """They are MLX's, whatever the arm's name."""
+        def falls_back(*_arguments, **_options):
+            raise _mlx_calls.Fallback("a test")
+
+        with unittest.mock.patch.object(_mlx_check_conformance, "run", lambda *_: {"cases": 0, "failed": []}), \
+                unittest.mock.patch.object(_mlx_cpu, "attend", falls_back):
+            status, result, text = self.check("--lens", "16")
+        self.assertEqual(status, 1)
+        self.assertEqual(len(result["failed"]), 2)
+        self.assertIn("8 calls went to MLX: a test", text)
+
+    def test_the_name_of_the_backend(self):
+        self.assertEqual(_mlx_check.backend_name(), "cpu")
+        for module, name in ((_mlx_metal, "metal"), (_mlx_cuda, "cuda")):
+            with unittest.mock.patch.object(_mlx_calls, "backend_of", lambda stream, module=module: module):
+                self.assertEqual(_mlx_check.backend_name(), name)
+
+    def test_a_model_that_breaks(self):
+        with unittest.mock.patch.object(_mlx_check_models, "_measure", side_effect=RuntimeError("out of memory")):
+            status, result, _ = self.check("--lens", "16", "--models", "some/model")
+        self.assertEqual(status, 1)
+        self.assertEqual(result["models"], [{"model": "some/model", "error": "RuntimeError: out of memory"}])
+        self.assertEqual(result["failed"], ["some/model: RuntimeError: out of memory"])
 
     def test_a_model_that_is_not_there(self):
         status, result, text = self.check("--lens", "16", "--models", "/no/such/model")

@@ -114,7 +114,7 @@ class MlxLmTest(unittest.TestCase):
                     tokens, logprobs = self.generate(**options)
                     # The step that ends the prompt comes before mlx-lm quantises the cache.
                     self.assertEqual(km.stats(), {"served": LAYERS * (QUANTIZED_TOKENS + 1), "kernels": {
-                        "cpu": LAYERS, f"cpu int{bits}": LAYERS * QUANTIZED_TOKENS}, "fallbacks": {}})
+                        "cpu": LAYERS, f"cpu mlx_int{bits}": LAYERS * QUANTIZED_TOKENS}, "fallbacks": {}})
                 self.assertEqual(tokens, expected)
                 of_tokens = (mx.take_along_axis(each, mx.array(tokens)[:, None], axis=1) for each in (logprobs, expected_logprobs))
                 self.assertLess(mx.abs(next(of_tokens) - next(of_tokens)).max().item(), 0.05)

@@ -89,6 +89,7 @@ def variants():
         yield dict(asked=(("body", 1), ("row_tile", row_tile)), q_len=3)
     yield dict(dims=(64, 64), asked=(("body", 1), ("row_tile", 8)), q_len=3)
     yield dict(dims=(512, 512), dtype="float32")
+    yield dict(dims=(512, 512))  # steps in pieces
     for mask in (mx.zeros((1, 300), dtype=mx.bool_), mx.zeros((1, 300), dtype=mx.float16), mx.zeros((1, 300))):
         yield dict(mask=mask)
     for affine in ((8, 64), (4, 64), (4, 32), (8, 128)):
@@ -198,7 +199,7 @@ class MlxMetalSourceTest(unittest.TestCase):
         prelude = HERE.parent / "metal_emulation" / "msl_opencl.h"
         with tempfile.TemporaryDirectory() as folder:
             for i, variant in enumerate((dict(asked=(("body", 1), ("row_tile", 4)), q_len=2), dict(asked=(("body", 2),)),
-                                         dict(asked=(("body", 3),)), dict(dtype="bfloat16", q_len=8),
+                                         dict(asked=(("body", 3),)), dict(dtype="bfloat16", q_len=8), dict(dims=(512, 512)),
                                          dict(dtype="float32", dims=(80, 80)), dict(asked=(("body", 1),), affine=(4, 64)),
                                          dict(asked=(("body", 2),), affine=(8, 32)))):
                 for name, source in traced(**variant)[1].items():
@@ -252,6 +253,7 @@ class MlxMetalEmulationTest(unittest.TestCase):
     def test_head_dims(self):
         for dims in ((80, 80), (40, 24), (192, 128)):
             self.compare(*qkv(1, 6, 2, 2, 90, *dims, dtype="float16"), mask="causal")
+        self.compare(*qkv(1, 8, 1, 1, 90, 512, dtype="float16"))
 
     def test_quantized_caches(self):
         """mlx_lm's QuantizedKVCache: slices of longer ones."""
@@ -266,12 +268,31 @@ class MlxMetalEmulationTest(unittest.TestCase):
                     km.reset_stats()
                     with self.host.in_use(asked=(("body", BODIES[body]),)):
                         got = km.quantized_scaled_dot_product_attention(q, keys, values, 0.125, mask, group_size, bits)
-                    self.assertEqual(km.stats(), {"served": 1, "kernels": {f"metal {body} int{bits}": 1}, "fallbacks": {}})
+                    self.assertEqual(km.stats(), {"served": 1, "kernels": {f"metal {body} mlx_int{bits}": 1}, "fallbacks": {}})
                     unpacked = (mx.dequantize(codes, *(part.astype(mx.float32) for part in parts), group_size=group_size, bits=bits)
                                 for codes, *parts in (keys, values))
                     expected = mlx_attention(q.astype(mx.float32), *unpacked, scale=0.125, mask=mask)
                     self.assertEqual(got.dtype, q.dtype)
                     self.assertLess(relative_rms(got, expected), MAX_ERROR[dtype])
+
+    def test_quantized_caches_are_planned_as_such(self):
+        """The dtype of q and of the scales, the format and the groups of the cache: each changes what the policy estimates."""
+        gpu = _metal_policy.Gpu(family=8, read_gbps=50.0)
+        found = set()
+        for dtype in METAL_TYPES:
+            for bits, group_size in ((8, 32), (8, 64), (4, 64), (4, 128)):
+                q, k, v = qkv(1, 8, 8, 1, 1024, 128, dtype=dtype)
+                k, v = (mx.quantize(cache, group_size=group_size, bits=bits) for cache in (k, v))
+                plan = _mlx_metal.plan_of(q, k, v, gpu, affine=(bits, group_size))
+                self.assertEqual(plan, _metal_policy.choose(
+                    num_q_heads=8, num_kv_heads=8, head_dim_qk=128, max_kv_len=1024, dtype=dtype, kv_format=f"mlx_int{bits}",
+                    quant_group=group_size, gpu=gpu))
+                self.assertEqual(plan.kv_format, f"mlx_int{bits}")
+                self.assertTrue(all(f"_mlx_int{bits}_" in line for line in plan.rejected), plan.rejected)
+                found.add(plan.predicted_us)
+        self.assertEqual(len(found), 6)  # as many sizes of a token
+        plain = _mlx_metal.plan_of(*qkv(1, 8, 2, 1, 100, 128, dtype="float16"), gpu)
+        self.assertEqual(plain.kv_format, "f16")
 
     def test_many_chunks(self):
         self.compare(*qkv(1, 16, 2, 1, 3000, 128, dtype="float16"), gpu=_metal_policy.Gpu(family=9, num_cores=40))

@@ -160,7 +160,7 @@ class MlxQuantizedTest(MlxCase):
         keys, values = (mx.quantize(cache, group_size=group_size, bits=bits) for cache in (k, v))
         km.reset_stats()
         got = km.quantized_scaled_dot_product_attention(q, keys, values, 0.125, mask, group_size, bits)
-        self.assertEqual(km.stats(), {"served": 1, "kernels": {f"cpu int{bits}": 1}, "fallbacks": {}})
+        self.assertEqual(km.stats(), {"served": 1, "kernels": {f"cpu mlx_int{bits}": 1}, "fallbacks": {}})
         unpacked = (mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group_size, bits=bits)
                     for codes, scales, biases in (keys, values))
         expected = mlx_attention(q.astype(mx.float32), *unpacked, scale=0.125, mask=mask)

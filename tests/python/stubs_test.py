@@ -9,7 +9,8 @@ import kvonce
 from kvonce import _core
 
 PACKAGE = importlib.resources.files(kvonce)
-ANNOTATED = ("ggml.py", "torch.py", "transformers.py", "_mlx_statistics.py", "_transformers_cache.py")  # which have no stubs
+# Which have no stubs.
+ANNOTATED = ("ggml.py", "torch.py", "transformers.py", "_transformers_cache.py", "mlx.py", "_mlx_statistics.py")
 
 
 def parse(text):

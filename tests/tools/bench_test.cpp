@@ -386,10 +386,13 @@ TEST(BenchCasesTest, CudaCoversTheSeedsGeometriesUpTo131072Tokens) {
   EXPECT_EQ(std::count_if(cases.begin(), cases.end(), [](const CaseSpec& c) { return c.kv_len == 131072; }), 5);
 }
 
-TEST(BenchArmsTest, CudaStoresTheResultLikeTheQuery) {
+TEST(BenchArmsTest, ResultsAreStoredLikeTheQueryButF16OnTheCpu) {
   const CaseSpec spec = parse_case("32q/4kv d128 kv=64");
-  EXPECT_EQ(timed_problem(spec, KvFormat::bf16, Backend::cuda).out_dtype, DType::bf16);
-  EXPECT_EQ(timed_problem(spec, KvFormat::bf16).out_dtype, DType::f32);
+  for (const KvFormat format : {KvFormat::f32, KvFormat::f16, KvFormat::bf16}) {
+    const auto dtype = static_cast<DType>(format);
+    EXPECT_EQ(timed_problem(spec, format, Backend::cuda).out_dtype, dtype);
+    EXPECT_EQ(timed_problem(spec, format).out_dtype, dtype == DType::f16 ? DType::f32 : dtype);
+  }
 }
 
 }  // namespace

@@ -409,14 +409,15 @@ std::vector<CaseResult> run_grid(const Device& device, Level level, const OnResu
   const std::uint64_t num_arrays = level == Level::full ? 10 : 1;
   for (std::uint64_t array = 1; array <= num_arrays; ++array) {
     for (CaseSpec spec : grid_cases(grid_limits(level, array))) {
-      // Where two score kernels exist, both run, whichever this processor would choose.
-      const bool two_kernels = (device.target == "avx512_bf16" || device.target == "neon_bf16") &&
-                               spec.problem.q_dtype == DType::bf16 && spec.problem.k_format == KvFormat::bf16;
-      for (std::int64_t pair_dot = 0; pair_dot <= (two_kernels ? 1 : 0); ++pair_dot) {
+      // Where kernels for pairs exist, those and the others run, whichever this processor would choose.
+      const bool has_pairs = (device.target == "avx512_bf16" || device.target == "neon_bf16") &&
+                             spec.problem.q_dtype == DType::bf16 && spec.problem.k_format == KvFormat::bf16;
+      const std::int64_t most_pairs = !has_pairs ? 0 : spec.problem.v_format == KvFormat::bf16 ? 2 : 1;
+      for (std::int64_t pair_dot = 0; pair_dot <= most_pairs; ++pair_dot) {
         if (device.backend == Backend::cpu) spec.options.policy.pair_dot = pair_dot;
         if (device.backend == Backend::cuda) set_cuda_policy(spec);
         CaseSpec named = spec;
-        named.name = device.target + (pair_dot == 1 ? " pair_dot " : " ") + spec.name;
+        named.name = device.target + (pair_dot > 0 ? " pair_dot=" + std::to_string(pair_dot) + ' ' : " ") + spec.name;
         if (!is_wanted(named.name)) continue;
         results.push_back(check_oracle(named, device));
         if (on_result) on_result(results.back());

@@ -150,6 +150,7 @@ bool cuda_serves(const Problem& p) {
 
 double weight_roundoff(const Plan& plan, const Inputs& inputs) {
   const Problem& p = plan.problem();
+  if (plan.device().backend == Backend::cpu) return plan.policy().pair_dot == 2 ? roundoff(DType::bf16) : 0.0;
   if (plan.device().backend != Backend::cuda || !is_16_bit_throughout(p)) return 0.0;
   if (!is_cuda_listed(p.head_dim_qk, p.dim_v())) return 0.0;
   // Rows that do not start at multiples of 16 bytes go to the other kernel.
@@ -180,8 +181,8 @@ std::string run_case(const Plan& plan, const CaseSpec& spec, CaseTensors& tensor
 // lse - ln(kv_len) and lse. Over the whole output: rms(out - oracle) / rms(oracle) <= u_out + 1e-5 + 2^-23 * s_max, with
 // 2e-6 in place of 1e-5 when K and V are float32; the last term is what float32 scores and lse of that size can resolve.
 //
-// CUDA's tensor-core kernel rounds probabilities to the 16-bit type of the cache before it multiplies them with V, but not
-// before it sums them: out = sum(p_j (1 + d_j) v_j) / sum(p_j) with |d_j| <= u_p, the type's unit roundoff (2^-8 for bf16,
+// CUDA's tensor-core kernel, and the CPU's with pair_dot=2, round probabilities to the 16-bit type of the cache before they
+// multiply them with V, but not before they sum them: out = sum(p_j (1 + d_j) v_j) / sum(p_j) with |d_j| <= u_p, the type's unit roundoff (2^-8 for bf16,
 // 2^-11 for f16). So out may be off by u_p * sum(p_j |v_j|) / sum(p_j) <= u_p * v_max more, which no cancellation in out
 // makes smaller; f16 adds its subnormal step (weight_error). The relative rms error gains the same u_p: for V of mean 0, as
 // here, it grows by rms(d_j) < u_p. lse keeps its tolerance. ex2.approx is off by 2 ulp, 2^-22, which floor covers 12 times.

@@ -18,13 +18,16 @@ Arm kvonce_arm(const CaseData& data, const Device& device, const PlanOptions& op
     explicit State(Plan made) : plan(std::move(made)) {}
     Plan plan;
     std::vector<std::byte> workspace;
-    std::vector<float> out;
+    std::vector<std::byte> out;
     Outputs outputs;
   };
   auto state = std::make_shared<State>(make_plan(data.problem, device, options));
   const Problem& problem = data.problem;
+  const auto out_format = static_cast<KvFormat>(problem.out_dtype);  // the first three agree in order
   state->workspace.resize(state->plan.workspace_bytes());
-  state->out.assign(out_elements(problem), std::numeric_limits<float>::quiet_NaN());
+  state->out.assign(
+      static_cast<std::size_t>(format_bytes(out_format, static_cast<std::int64_t>(out_elements(problem)))),
+      std::byte{0xff});  // NaN
   state->outputs.out = state->out.data();
   state->outputs.out_token_stride = problem.dim_v();
   state->outputs.out_head_stride = problem.q_len * problem.dim_v();
@@ -35,7 +38,9 @@ Arm kvonce_arm(const CaseData& data, const Device& device, const PlanOptions& op
   arm.run = [state, &data](std::int64_t set) {
     attend(state->plan, data.inputs(set), state->outputs, state->workspace.data(), state->workspace.size());
   };
-  arm.error = [state, &data] { return sampled_error(data, state->out); };
+  arm.error = [state, &data, out_format] {
+    return sampled_error(data, decode_values(out_format, state->out.data(), out_elements(data.problem)));
+  };
   arm.max_error = attention_tolerance(problem.k_format);
   return arm;
 }

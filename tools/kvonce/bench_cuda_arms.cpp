@@ -48,11 +48,7 @@ class CudaResult {
   [[nodiscard]] std::vector<float> values() const {
     std::vector<std::byte> stored(memory_.bytes());
     copy_to_host(stored.data(), memory_.data(), stored.size());
-    std::vector<float> values(static_cast<std::size_t>(count_));
-    for (std::int64_t i = 0; i < count_; ++i) {
-      values[static_cast<std::size_t>(i)] = static_cast<float>(core::decode_value(format_, stored.data(), i));
-    }
-    return values;
+    return decode_values(format_, stored.data(), static_cast<std::size_t>(count_));
   }
 
  private:

@@ -111,6 +111,14 @@ std::size_t out_elements(const Problem& problem) {
   return static_cast<std::size_t>(problem.num_seqs * problem.num_q_heads * problem.q_len * problem.dim_v());
 }
 
+std::vector<float> decode_values(KvFormat format, const void* stored, std::size_t count) {
+  std::vector<float> values(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    values[i] = static_cast<float>(core::decode_value(format, stored, static_cast<std::int64_t>(i)));
+  }
+  return values;
+}
+
 double sampled_error(const CaseData& data, const std::vector<float>& out) {
   const Problem& problem = data.problem;
   ErrorSum sum;

@@ -47,6 +47,9 @@ void place_case(CaseData& data, const BenchBuffer& buffer);
 /// The same for K and V of set 0 at `base`.
 void place_case(CaseData& data, char* base);
 
+/// `count` values stored as f32, f16 or bf16.
+std::vector<float> decode_values(KvFormat format, const void* stored, std::size_t count);
+
 /// Relative RMS difference to the oracle over its rows. out [num_seqs, num_q_heads, q_len, head_dim_v], packed.
 double sampled_error(const CaseData& data, const std::vector<float>& out);
 

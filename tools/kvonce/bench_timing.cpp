@@ -32,7 +32,7 @@ std::int64_t rotation_bytes(const Device& device) {
 
 Problem timed_problem(const CaseSpec& spec, KvFormat dtype, Backend backend) {
   Problem problem = to_problem(spec, dtype, default_q_dtype(spec.dtype.value_or(dtype)));
-  if (backend == Backend::cpu) problem.out_dtype = DType::f32;
+  if (backend == Backend::cpu && problem.out_dtype == DType::f16) problem.out_dtype = DType::f32;
   problem = core::validate(problem);
   if (problem.max_kv_len < 1 || problem.num_seqs < 1 || problem.q_len < 1) {
     throw Error(ErrorCode::InvalidArgument,

@@ -45,7 +45,8 @@ std::vector<Candidate> tune_candidates(const Problem& problem, const Device& dev
   add(&Policy::prefetch_tokens, chosen.step_tokens * 2);
   add(&Policy::prefetch_lines, 3 - chosen.prefetch_lines);
   add(&Policy::prefetch_level, 3 - chosen.prefetch_level);
-  add(&Policy::pair_dot, 1 - chosen.pair_dot);
+  // Not 2 where it was not chosen: it rounds the weights, and a rule does not know the output's type.
+  for (const std::int64_t pair_dot : {0, 1}) add(&Policy::pair_dot, pair_dot);
   // Where another limit wakes another number of threads: short cases only.
   const auto num_workers = [&](std::int64_t worker_bytes) {
     return std::min<std::int64_t>(device.num_threads, plan.max_kv_bytes() / worker_bytes + 1);

@@ -5,15 +5,16 @@ import pathlib
 import numpy as np
 
 import kvonce_abi
-from arms import Arm
+from arms import Arm, to_float
 from kvonce_abi import c_int64, c_size, c_void
 
 
 def kvonce_arm(problem, options, library):
+    out_dtype = "bf16" if problem.dtype == "bf16" else "f32"  # as in kvonce bench
     decode = kvonce_abi.Decode(library, problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.kv_len,
-                               problem.dtype, target=options.target, threads=options.threads)
+                               problem.dtype, out_dtype=out_dtype, target=options.target, threads=options.threads)
     workspace = np.zeros(max(decode.workspace_bytes, 1), np.uint8)
-    out = np.zeros((problem.num_q_heads, problem.head_dim), np.float32)
+    out = np.zeros((problem.num_q_heads, problem.head_dim), np.uint16 if out_dtype == "bf16" else np.float32)
     outputs = decode.outputs(out.ctypes.data)
 
     def prepare(kv_set):
@@ -26,7 +27,8 @@ def kvonce_arm(problem, options, library):
         if attend(decode.plan, ctypes.byref(inputs), p_outputs, p_workspace, workspace_bytes, None) != 0:
             library.check(1)
 
-    return Arm("kvonce", decode.kernel, problem.dtype, prepare, run, lambda _: out, decode.close, decode.read_factor)
+    return Arm("kvonce", decode.kernel, problem.dtype, prepare, run, lambda _: to_float(out, out_dtype), decode.close,
+               decode.read_factor)
 
 
 def read_arms(options, library, target):

@@ -20,6 +20,7 @@ struct Simd {
   static constexpr int kRegisters = 16;
   static constexpr bool kHasSplit = false;
   static constexpr bool kSplitsBlocks = false;
+  static constexpr bool kSplitsTwice = false;
   static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = false;
   using Vec = __m256;

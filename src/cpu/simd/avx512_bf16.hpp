@@ -8,6 +8,7 @@
 #include "cpu/simd/unroll.hpp"
 #include "kvonce/types.hpp"
 #include "shared/ggml_blocks.h"
+#include "shared/numeric.h"
 
 #define KVONCE_TARGET_NAME "avx512_bf16"
 #define KVONCE_TARGET_HAS_PAIR_DOT 1

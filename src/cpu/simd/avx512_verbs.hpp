@@ -8,6 +8,7 @@ struct Simd {
   static constexpr int kRegisters = 32;
   static constexpr bool kHasSplit = true;
   static constexpr bool kSplitsBlocks = true;
+  static constexpr bool kSplitsTwice = true;
   static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   using Vec = __m512;
@@ -36,6 +37,40 @@ struct Simd {
   }
   static Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+  static Pairs no_pairs() { return _mm512_setzero_si512(); }
+  static Pairs broadcast_pair(std::uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
+  /// Of two tokens' 32 values each the pairs of the even and of the odd dims.
+  KVONCE_INLINE static void pair_tokens(Pairs first, Pairs second, Pairs& even, Pairs& odd) {
+    constexpr __mmask32 kHigh = 0xAAAAAAAA;
+    even = _mm512_mask_blend_epi16(kHigh, first, _mm512_slli_epi32(second, 16));
+    odd = _mm512_mask_blend_epi16(kHigh, _mm512_srli_epi32(first, 16), second);
+  }
+  /// Weights [token][stride], of which `lanes` are used, to bf16: tokens t and t + 1 at pairs[t / 2 * lanes + lane]. An odd last
+  /// token's partner weighs 0. Where stride == lanes, p may be read up to 31 floats past the last weight.
+  template <int lanes>
+  KVONCE_INLINE static void round_weights(const float* p, std::int64_t stride, std::int64_t num_tokens,
+                                          std::uint32_t* pairs) {
+    if (stride == lanes) {
+      std::uint16_t order[32];
+      for (int i = 0; i < 32; ++i)
+        order[i] = static_cast<std::uint16_t>((i / 2 / lanes * 2 + i % 2) * lanes + i / 2 % lanes);
+      const __m512i from = _mm512_loadu_si512(order);
+      for (std::int64_t i = 0; i < num_tokens * lanes; i += 32) {
+        const __m512bh rounded = _mm512_cvtne2ps_pbh(load(p + i + 16), load(p + i));
+        _mm512_storeu_si512(pairs + i / 2, _mm512_permutexvar_epi16(from, reinterpret_cast<__m512i>(rounded)));
+      }
+    } else {
+      for (std::int64_t t = 0; t < num_tokens; t += 2) {
+        for (int lane = 0; lane < lanes; ++lane) {
+          const std::uint32_t next = t + 1 < num_tokens ? shared::f32_to_bf16(p[(t + 1) * stride + lane]) : 0U;
+          pairs[t / 2 * lanes + lane] = shared::f32_to_bf16(p[t * stride + lane]) | next << 16;
+        }
+      }
+    }
+    if (num_tokens % 2 == 1) {
+      for (int lane = 0; lane < lanes; ++lane) pairs[num_tokens / 2 * lanes + lane] &= 0xffffU;
+    }
   }
 #endif
 
@@ -162,12 +197,15 @@ struct Simd::Elements<KvFormat::f32> : Simd::InOrder<Simd::Elements<KvFormat::f3
 
 template <>
 struct Simd::Elements<KvFormat::f16> : Simd::InOrder<Simd::Elements<KvFormat::f16>, std::uint16_t> {
+  static __m256i join(const Stored* low, const Stored* high) {
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)));
+    return _mm256_inserti128_si256(first, _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);
+  }
   static Vec load(const Stored* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static void load_split(const Stored* p0, const Stored* p1, Vec& a, Vec& b) {
-    const Vec first = load(p0);
-    const Vec second = load(p1);
-    a = _mm512_shuffle_f32x4(first, second, 0x44);
-    b = _mm512_shuffle_f32x4(first, second, 0xEE);
+    // Halves join as 16-bit values: 128 bits go into 256 from memory without a shuffle.
+    a = _mm512_cvtph_ps(join(p0, p1));
+    b = _mm512_cvtph_ps(join(p0 + 8, p1 + 8));
   }
 };
 

@@ -12,6 +12,7 @@ struct Simd {
   static constexpr int kRegisters = 16;  // in Vec
   static constexpr bool kHasSplit = true;
   static constexpr bool kSplitsBlocks = false;
+  static constexpr bool kSplitsTwice = false;
   static constexpr bool kHasLanes = true;
   static constexpr bool kHasPairDot = KVONCE_TARGET_HAS_PAIR_DOT;
   struct Vec {
@@ -66,13 +67,52 @@ struct Simd {
     bfloat16x8_t hi;
   };
   static void pin(const Pairs& /*v*/) {}
-  static bfloat16x8_t load_eight(const std::uint16_t* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
+  static bfloat16x8_t as_bf16(uint16x8_t bits) { return vreinterpretq_bf16_u16(bits); }
+  static bfloat16x8_t load_eight(const std::uint16_t* p) { return as_bf16(vld1q_u16(p)); }
+  static bfloat16x8_t zip_low(bfloat16x8_t a, bfloat16x8_t b) {
+    return as_bf16(vzip1q_u16(vreinterpretq_u16_bf16(a), vreinterpretq_u16_bf16(b)));
+  }
+  static bfloat16x8_t zip_high(bfloat16x8_t a, bfloat16x8_t b) {
+    return as_bf16(vzip2q_u16(vreinterpretq_u16_bf16(a), vreinterpretq_u16_bf16(b)));
+  }
   static Pairs load_pairs(const std::uint16_t* p) { return {load_eight(p), load_eight(p + 8)}; }
   static Pairs load_half_pairs(const std::uint16_t* p) {
     return {load_eight(p), vreinterpretq_bf16_u16(vdupq_n_u16(0))};
   }
   static Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     return {vbfdotq_f32(acc.lo, a.lo, b.lo), vbfdotq_f32(acc.hi, a.hi, b.hi)};
+  }
+  static Pairs no_pairs() { return {as_bf16(vdupq_n_u16(0)), as_bf16(vdupq_n_u16(0))}; }
+  static Pairs broadcast_pair(std::uint32_t pair) {
+    const bfloat16x8_t both = vreinterpretq_bf16_u32(vdupq_n_u32(pair));
+    return {both, both};
+  }
+  /// Of two tokens' 16 values each the pairs of dims 0 to 7 and of dims 8 to 15.
+  KVONCE_INLINE static void pair_tokens(Pairs first, Pairs second, Pairs& low, Pairs& high) {
+    low = {zip_low(first.lo, second.lo), zip_high(first.lo, second.lo)};
+    high = {zip_low(first.hi, second.hi), zip_high(first.hi, second.hi)};
+  }
+  /// Weights [token][stride], of which `lanes` are used, to bf16: tokens t and t + 1 at pairs[t / 2 * lanes + lane]. An odd last
+  /// token's partner weighs 0.
+  template <int lanes>
+  KVONCE_INLINE static void round_weights(const float* p, std::int64_t stride, std::int64_t num_tokens,
+                                          std::uint32_t* pairs) {
+    for (std::int64_t t = 0; t < num_tokens; t += 2, pairs += lanes, p += 2 * stride) {
+      const bool has_next = t + 1 < num_tokens;
+      if constexpr (lanes >= 4) {
+        for (int lane = 0; lane < lanes; lane += 4) {
+          const float32x4_t next = has_next ? vld1q_f32(p + stride + lane) : vdupq_n_f32(0.0F);
+          const bfloat16x8_t both = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(vld1q_f32(p + lane)), next);
+          const uint16x8_t bits = vreinterpretq_u16_bf16(both);
+          vst1q_u32(pairs + lane, vreinterpretq_u32_u16(vzip1q_u16(bits, vextq_u16(bits, bits, 4))));
+        }
+      } else {
+        for (int lane = 0; lane < lanes; ++lane) {
+          const std::uint32_t next = has_next ? shared::f32_to_bf16(p[stride + lane]) : 0U;
+          pairs[lane] = shared::f32_to_bf16(p[lane]) | next << 16;
+        }
+      }
+    }
   }
 #endif
 

@@ -15,6 +15,10 @@
 //                                      load_split(p0, p1, a, b) loads `width` dims of two tokens, half a vector of each;
 //                                      kSplitsBlocks: block formats have load_split(p0, p1, a, b, c, d) for a block of each; MLX's
 //                                      take two rows' codes, scales and biases and fill v[4]
+//                                      kSplitsTwice: a plain load of q stored twice beats load_twice
+//   kHasPairDot                        the verbs of attend_dot.hpp: dot_pairs(acc, a, b), broadcast_pair(bits), pair_tokens(first,
+//                                      second, a, b) makes pairs of two tokens' values in the order of the format's dims,
+//                                      round_weights<lanes> makes pairs of two tokens' weights
 //   kHasLanes                          a multiply-add takes one lane of a register as its factor: load_lanes<count>(p),
 //                                      fmadd_lane(a, lanes, i, c) = a * p[i] + c
 //   exp2                               2^x for x <= 0; -inf gives exactly 0, NaN stays NaN; relative error < 2e-7
@@ -46,6 +50,7 @@ struct Simd {
   static constexpr int kRegisters = 16;
   static constexpr bool kHasSplit = false;
   static constexpr bool kSplitsBlocks = false;
+  static constexpr bool kSplitsTwice = false;
   static constexpr bool kHasLanes = false;
   static constexpr bool kHasPairDot = false;
   typedef float Vec __attribute__((vector_size(16)));
