@@ -78,6 +78,13 @@ def _count(to=None, reason=None):
     return 0
 
 
+def _sees_plain_tensors():
+    """Whether nothing traces or transforms what is called. A layer then calls the operator's implementation, not the operator: within
+    SmolLM2 at 128 tokens a layer's call takes 50 us instead of 66, sdpa's 49 (f32, one thread of a Zen 4 EPYC, fastest fiftieth)."""
+    return not (torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+                or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
 class Mask:
     """What the mask function gives to the layers in place of a tensor.
 
@@ -93,6 +100,7 @@ class Mask:
         self.arguments = arguments  # of Transformers' mask functions
         self.refusal, self.window, self.kv_lens, self.kv_starts = refusal, window, kv_lens, kv_starts
         self.served = set()  # what is known to have a kernel: the layers of a step ask the same
+        self.direct = not torch.compiler.is_compiling() and _sees_plain_tensors()
         self._made = {}
 
     def make(self, to):
@@ -221,9 +229,10 @@ def _attention(module, query, key, value, attention_mask, **options):
                 attention_mask.served.add(kind)
     if refusal is None:
         _count()
-        out = torch.ops.kvonce.attend.default(
-            query, key, value, attention_mask.kv_lens, attention_mask.kv_starts, None if sinks is None else sinks.float(),
-            options.get("scaling"), True, attention_mask.window, softcap)
+        direct = not compiling and attention_mask.direct and type(query) is torch.Tensor
+        attend = kvonce.torch._attend if direct else torch.ops.kvonce.attend.default
+        out = attend(query, key, value, attention_mask.kv_lens, attention_mask.kv_starts,
+                     None if sinks is None else sinks.float(), options.get("scaling"), True, attention_mask.window, softcap)
         return out.transpose(1, 2).contiguous(), None
     # What sdpa ignores or refuses.
     eager = any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")) or options.get(

@@ -282,6 +282,29 @@ class TransformersTest(unittest.TestCase):
         shorter = kt._mask(1, q_length=2, kv_length=8, q_offset=6)
         self.assertEqual(kt._refusal(module, query, key, key, shorter, {}), "K of another length than the mask's")
 
+    def test_the_operator_is_called_where_something_watches(self):
+        """Tracing and modes of torch see the operator; a plain step calls what implements it."""
+        model = model_of("LlamaConfig", num_hidden_layers=2)
+        seen = []
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        cache = cache_argument(model, DynamicCache(config=model.config))
+        model.set_attn_implementation("kvonce")
+        with torch.inference_mode():
+            model(prompts(2), **cache)
+        with torch.no_grad():
+            with Watch():
+                watched = model(prompts(2, 1), **cache).logits
+            (*cache.values(),)[0].crop(-1)
+            with unittest.mock.patch.object(torch.ops.kvonce.attend, "default", side_effect=AssertionError("the operator")):
+                plain = model(prompts(2, 1), **cache).logits
+        self.assertEqual(seen.count("kvonce.attend.default"), 2)
+        self.assertTrue(torch.equal(watched, plain))
+
     def test_whole_steps_compile(self):
         """fullgraph: nothing breaks the graph. Served layers count when they are traced."""
         model = model_of("LlamaConfig", num_hidden_layers=2)
