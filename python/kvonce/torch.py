@@ -72,7 +72,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attend.lse", _attend_lse, _key)
 torch.library.register_fake("kvonce::attend", _attend_fake, lib=_library)
 torch.library.register_fake("kvonce::attend.lse", _attend_lse_fake, lib=_library)
-_operators = torch.ops.kvonce.attend.default, torch.ops.kvonce.attend.lse  # by return_lse
+_attend, _attend_lse = torch.ops.kvonce.attend.default, torch.ops.kvonce.attend.lse
 
 
 def _refuse(argument, given, allowed):
@@ -141,5 +141,5 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
             _require_tensor(name, vector, query)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         _refuse("enable_gqa", f"False for {query.shape[1]} query heads and {key.shape[1]} KV heads", "True")
-    return _operators[return_lse](query, key, value, kv_lens, kv_starts, sinks, scale, is_causal, window, softcap,
-                                  attn_mask)
+    operator = _attend_lse if return_lse else _attend
+    return operator(query, key, value, kv_lens, kv_starts, sinks, scale, is_causal, window, softcap, attn_mask)

@@ -109,10 +109,10 @@ double relative_difference(const std::vector<std::uint16_t>& a, const std::vecto
 
 int count_bytes(std::int64_t kv_len) {
   int wrong = 0;
+  const DeviceMemory flush(kFlushBytes);  // before the counters, which need the context that it makes
 #if defined(KVONCE_METAL_CUPTI)
   const Counters counters;
 #endif
-  const DeviceMemory flush(kFlushBytes);
   for (const Geometry& g : kGeometries) {
     Problem p;
     p.num_q_heads = g.q_heads;

@@ -17,30 +17,33 @@ __device__ kvonce_metal::Place place_of_thread() {
 
 extern __shared__ float shared_memory[];
 
+// The cases ask for threadgroups of up to this many threads, whatever registers a body would like.
+constexpr int kMostThreads = 1024;
+
 template <typename T, int kDimQk, int kDimV, int kRows>
-__global__ void attend_vector(AttendArgs args) {
+__global__ void __launch_bounds__(kMostThreads) attend_vector(AttendArgs args) {
   kvonce_metal::attend_vector<T, kDimQk, kDimV, kRows>(buffers_of<T>(args), shared_memory, place_of_thread());
 }
 template <typename T, int kDimQk, int kDimV>
-__global__ void attend_matrix(AttendArgs args) {
+__global__ void __launch_bounds__(kMostThreads) attend_matrix(AttendArgs args) {
   kvonce_metal::attend_matrix<T, kDimQk, kDimV>(buffers_of<T>(args), shared_memory, place_of_thread());
 }
 template <typename T, int kDimQk, int kDimV>
-__global__ void attend_per_head(AttendArgs args) {
+__global__ void __launch_bounds__(kMostThreads) attend_per_head(AttendArgs args) {
   kvonce_metal::attend_per_head<T, kDimQk, kDimV>(buffers_of<T>(args), shared_memory, place_of_thread());
 }
 template <typename T, int kDimQk, int kDimV, int kRows, int kBits, int kGroup>
-__global__ void attend_affine_vector(AttendArgs args) {
+__global__ void __launch_bounds__(kMostThreads) attend_affine_vector(AttendArgs args) {
   kvonce_metal::attend_affine_vector<T, kDimQk, kDimV, kRows, kBits, kGroup>(
       buffers_of<T>(args), affine_k<T>(args), affine_v<T>(args), shared_memory, place_of_thread());
 }
 template <typename T, int kDimQk, int kDimV, int kBits, int kGroup>
-__global__ void attend_affine_matrix(AttendArgs args) {
+__global__ void __launch_bounds__(kMostThreads) attend_affine_matrix(AttendArgs args) {
   kvonce_metal::attend_affine_matrix<T, kDimQk, kDimV, kBits, kGroup>(
       buffers_of<T>(args), affine_k<T>(args), affine_v<T>(args), shared_memory, place_of_thread());
 }
 template <typename T, int kDimV>
-__global__ void merge_partials(MergeArgs a) {
+__global__ void __launch_bounds__(kMostThreads) merge_partials(MergeArgs a) {
   kvonce_metal::merge_partials<T, kDimV>({a.partial_o, a.partial_sums, a.sinks, a.params}, static_cast<T*>(a.out),
                                          a.lse, shared_memory, place_of_thread());
 }

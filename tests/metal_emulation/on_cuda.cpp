@@ -127,7 +127,16 @@ struct Tally {
 
 void run_grid(std::size_t cases_per_instance, Tally& tally) {
   for (const GridCase& one : grid_cases(cases_per_instance, 4e6)) {
-    if (conformance::is_wanted(one.spec.name)) tally.add(check_emulated(one.spec, one.choice));
+    if (!conformance::is_wanted(one.spec.name)) continue;
+    try {
+      tally.add(check_emulated(one.spec, one.choice));
+    } catch (const Error& error) {
+      CaseResult result;
+      result.name = one.spec.name;
+      result.status = CaseResult::failed;
+      result.detail = error.what();
+      tally.add(result);
+    }
   }
 }
 
