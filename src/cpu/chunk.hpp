@@ -7,80 +7,11 @@
 
 #include "cpu/affine.hpp"
 #include "cpu/attend.hpp"
-#include "cpu/attend_dot.hpp"
-#include "cpu/attend_in_order.hpp"
-#include "cpu/attend_split.hpp"
 #include "cpu/bias.hpp"
 #include "cpu/task.hpp"
+#include "cpu/tile_kernels.hpp"
 
 namespace kvonce::cpu {
-
-/// The step functions of one row tile size, chosen by K and V format at run time.
-template <class S>
-struct TileKernels {
-  void (*load_row_tile)(const ChunkTask&, std::int64_t, int, float*);
-  void (*score_tokens)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, float, StepPrefetcher<S>&,
-                       float*);
-  void (*update_softmax)(float*, std::int64_t, float*, float*, float*, std::int64_t);
-  void (*accumulate_values)(const void*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t,
-                            StepPrefetcher<S>&, float*, std::int64_t);
-};
-
-template <class S, int rows, KvFormat format>
-void set_score_kernels(const ChunkTask& task, TileKernels<S>& kernels) {
-  if constexpr (S::kHasSplit && lane_rows(rows) == 8 && (S::kSplitsBlocks || !is_block(format))) {
-    // Rows stored twice have to leave K room in L1. Float32 does not gain: 8 rows of d64 1.05x, d128 1.00x, d256 0.93x.
-    constexpr bool kTwice = S::kSplitsTwice && format != KvFormat::f32;
-    kernels.load_row_tile = load_row_tile_split<S, format, kTwice>;
-    kernels.score_tokens = score_tokens_split<S, format, rows, kTwice>;
-    if constexpr (kTwice && !is_block(format)) {
-      if (task.head_dim_qk > kMostDimsTwice) {
-        kernels.load_row_tile = load_row_tile_split<S, format, false>;
-        kernels.score_tokens = score_tokens_split<S, format, rows, false>;
-      }
-    }
-  } else {
-    // Formats of one order of dims share it.
-    constexpr KvFormat kOrder = S::template Elements<format>::kEvenOdd ? KvFormat::bf16 : KvFormat::f32;
-    kernels.load_row_tile = load_row_tile<S, kOrder>;
-    kernels.score_tokens = score_tokens<S, format, rows>;
-  }
-  if constexpr (rows == 1) {
-    if (task.prefetch_level == 2) kernels.score_tokens = score_tokens_in_order<S, format>;
-  }
-  if constexpr (S::kHasPairDot && format == KvFormat::bf16) {
-    if (task.pair_dot) {
-      kernels.load_row_tile = load_row_tile_dot<S>;
-      kernels.score_tokens = score_tokens_dot<S, rows>;
-    }
-  }
-}
-
-template <class S, int rows>
-TileKernels<S> kernels_of_tile(const ChunkTask& task) {
-  TileKernels<S> kernels{};
-  kernels.update_softmax = update_softmax<S, rows>;
-#define KVONCE_FORMAT(name)                                                                       \
-  if (task.k_format == KvFormat::name) set_score_kernels<S, rows, KvFormat::name>(task, kernels); \
-  if (task.v_format == KvFormat::name) kernels.accumulate_values = accumulate_values<S, KvFormat::name, rows>;
-#define KVONCE_BLOCK_FORMAT(name) KVONCE_FORMAT(name)
-#define KVONCE_AFFINE_FORMAT(name) KVONCE_FORMAT(name)
-#include "shared/instances.def"
-  if constexpr (S::kHasPairDot) {
-    if (task.pair_dot_values) kernels.accumulate_values = accumulate_values_dot<S, rows>;
-  }
-  return kernels;
-}
-
-template <class S>
-TileKernels<S> find_kernels(int rows, const ChunkTask& task) {
-#define KVONCE_ROW_TILE(count)                                 \
-  if constexpr (count <= S::kMaxRowTile) {                     \
-    if (rows == count) return kernels_of_tile<S, count>(task); \
-  }
-#include "shared/instances.def"
-  return {};
-}
 
 template <class S>
 void store_row(const ChunkTask& task, const float* o, std::int64_t o_stride, float maximum, float sum,
@@ -119,7 +50,7 @@ class ChunkRunner {
         q_(task.scratch),
         o_(q_ + task.num_rows * qk_floats_),
         scores_(o_ + task.num_rows * o_floats_),
-        maximum_(scores_ + 2 * task.num_rows * task.step_tokens),
+        maximum_(scores_ + task.steps_per_turn * 2 * task.num_rows * task.step_tokens),
         sum_(maximum_ + task.num_rows * kPadFloats),
         bias_(sum_ + task.num_rows * kPadFloats),
         levels_(bias_ + kMaxRowTile * task.step_tokens + kPadFloats),
@@ -143,19 +74,23 @@ class ChunkRunner {
     }
   }
 
-  /// The keys of the next token step. Returns false when none is left.
-  bool score_step() {
-    if (next_step_ >= task_.chunk.end) return false;
-    step_ = step_at(next_step_);
-    next_step_ = seen_from(next_step_ + task_.step_tokens);
-    k_step_.load(step_);
-    for (int i = 0; i < num_tiles_; ++i) score_tile(i, step_);
-    return true;
+  /// The keys of the next token steps, steps_per_turn of them. Returns false when none is left.
+  bool score_steps() {
+    for (num_steps_ = 0; num_steps_ < task_.steps_per_turn && next_step_ < task_.chunk.end; ++num_steps_) {
+      const shared::TokenRange step = steps_[num_steps_] = step_at(next_step_);
+      next_step_ = seen_from(next_step_ + task_.step_tokens);
+      k_step_.load(step);
+      slot_ = num_steps_;
+      for (int i = 0; i < num_tiles_; ++i) score_tile(i, step);
+    }
+    return num_steps_ > 0;
   }
-  /// The values of the step that score_step() began.
-  void value_step() {
-    v_step_.load(step_);
-    for (int i = 0; i < num_tiles_; ++i) value_tile(i, step_);
+  /// The softmax and the values of the steps that score_steps() began.
+  void value_steps() {
+    for (slot_ = 0; slot_ < num_steps_; ++slot_) {
+      v_step_.load(steps_[slot_]);
+      for (int i = 0; i < num_tiles_; ++i) value_tile(i, steps_[slot_]);
+    }
   }
 
   void finish() {
@@ -205,11 +140,15 @@ class ChunkRunner {
 
   [[nodiscard]] float* q_of(int i) const { return q_ + tile_begin(i) * qk_floats_; }
   [[nodiscard]] float* o_of(int i) const { return o_ + tile_begin(i) * o_floats_; }
-  [[nodiscard]] float* scores_of(int i) const { return scores_ + 2 * tile_begin(i) * task_.step_tokens; }
+  [[nodiscard]] float* scores_of(int i) const {
+    return scores_ + 2 * (slot_ * task_.num_rows + tile_begin(i)) * task_.step_tokens;
+  }
   [[nodiscard]] float* maximum_of(int i) const { return maximum_ + i * kPadFloats; }
   [[nodiscard]] float* sum_of(int i) const { return sum_ + i * kPadFloats; }
   /// What tile i sees of the current step, then one byte per token (fill_bias), valid where that is `some`.
-  [[nodiscard]] std::uint8_t* seen_of(int i) const { return seen_ + i * (task_.step_tokens + 1); }
+  [[nodiscard]] std::uint8_t* seen_of(int i) const {
+    return seen_ + (slot_ * num_tiles_ + i) * (task_.step_tokens + 1);
+  }
 
   [[nodiscard]] const void* k_at(std::int64_t token) {
     if (k_groups_ > 0) return k_step_.row(token);
@@ -284,15 +223,16 @@ class ChunkRunner {
     if (seen == Seen::some || changes_all(task_.rules)) {
       change_scores<S>(task_, t.first_row, t.rows, tokens, seen == Seen::some ? bias_ : nullptr, scores_of(i));
     }
-    kernels(t).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
   }
 
   void value_tile(int i, const shared::TokenRange& tokens) {
     const auto seen = static_cast<Seen>(*seen_of(i));
     if (seen == Seen::none) return;
+    const std::int64_t count = tokens.end - tokens.begin;
+    kernels(tile(i)).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
     StepPrefetcher<S> ahead = keys_ahead(i, next_step_ - task_.step_tokens);
     if (seen == Seen::all) {
-      add_values(i, tokens, 0, tokens.end - tokens.begin, ahead);
+      add_values(i, tokens, 0, count, ahead);
     } else {
       add_seen_values(i, tokens, ahead);
     }
@@ -357,7 +297,9 @@ class ChunkRunner {
   std::int64_t v_groups_;
   float* v_levels_;
   std::uint8_t* seen_;  // of every tile
-  shared::TokenRange step_{};
+  shared::TokenRange steps_[kMaxStepsPerTurn]{};
+  std::int64_t num_steps_ = 0;
+  std::int64_t slot_ = 0;  // of steps_ and of the scores kept for them
   AffineStep<S> k_step_;
   AffineStep<S> v_step_;
   std::int64_t next_step_ = 0;
@@ -374,7 +316,7 @@ void attend_chunk(const ChunkTask* tasks, int num_tasks) {
   if (num_tasks == 1) {
     ChunkRunner<S> runner(tasks[0]);
     runner.start();
-    while (runner.score_step()) runner.value_step();
+    while (runner.score_steps()) runner.value_steps();
     runner.finish();
     return;
   }
@@ -387,9 +329,9 @@ void attend_chunk(const ChunkTask* tasks, int num_tasks) {
   for (bool any = true; any;) {
     any = false;
     bool scored[kMaxHeadsPerStep];
-    for (int i = 0; i < num_tasks; ++i) any |= scored[i] = runners[i]->score_step();
+    for (int i = 0; i < num_tasks; ++i) any |= scored[i] = runners[i]->score_steps();
     for (int i = 0; i < num_tasks; ++i) {
-      if (scored[i]) runners[i]->value_step();
+      if (scored[i]) runners[i]->value_steps();
     }
   }
   for (int i = 0; i < num_tasks; ++i) runners[i]->finish();

@@ -16,6 +16,11 @@ constexpr std::int64_t kMostDimsTwice = 256;  // of such rows
 constexpr std::int64_t kMaxStepTokens = 1024;
 constexpr int kMaxHeadsPerStep = 8;
 
+constexpr int kMaxStepsPerTurn = 4;
+
+/// Steps whose scores a worker has room for: a stream's only row may score several before it adds up their values.
+static constexpr std::int64_t steps_kept(std::int64_t rows) { return rows == 1 ? kMaxStepsPerTurn : 1; }
+
 static constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -96,6 +101,7 @@ struct ChunkTask {
   bool pair_dot_values;  // bf16 V as well: accumulate_values_dot
   std::int64_t row_tile;
   std::int64_t step_tokens;
+  std::int64_t steps_per_turn;  // whose keys are scored before their values are added up
   std::int64_t prefetch_tokens;
   std::int64_t prefetch_lines;  // one request per so many cache lines
   std::int64_t prefetch_level;  // 1: four pages side by side into L1, 2: in address order into L2
@@ -140,8 +146,8 @@ static constexpr std::int64_t affine_step_floats(std::int64_t num_groups, std::i
 static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
                                              std::int64_t step_tokens, std::int64_t k_groups, std::int64_t v_groups) {
   // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
-  return rows * (kQueryCopies * round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) + 2 * step_tokens +
-                 2 * kPadFloats + (step_tokens + 1 + 3) / 4) +
+  return rows * (kQueryCopies * round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) +
+                 steps_kept(rows) * (2 * step_tokens + (step_tokens + 1 + 3) / 4) + 2 * kPadFloats) +
          kMaxRowTile * step_tokens + kPadFloats + affine_step_floats(k_groups, step_tokens) +
          affine_step_floats(v_groups, step_tokens);
 }
