@@ -36,8 +36,9 @@ def _dtype_name(dtype):
 
 def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=None, alibi_slopes=None, mask=None,
            mask_slopes=None, kv_lens=None, kv_starts=None, kv_layout="BHSD", block_table=None, segments=None,
-           v_is_k_prefix=False, k_format=None, v_format=None, k_scales=None, k_biases=None, v_scales=None, v_biases=None, chunk_tokens=None, out=None, out_dtype=None,
-           return_lse=False, threads=None, target=None, policy=None, stream=None):
+           v_is_k_prefix=False, k_format=None, v_format=None, k_scales=None, k_biases=None, v_scales=None,
+           v_biases=None, chunk_tokens=None, out=None, out_dtype=None, return_lse=False, threads=None, target=None,
+           policy=None, stream=None):
     """Attention of a few query tokens to a long KV cache, each K and V byte read once.
 
     q: [num_seqs, num_q_heads, q_len, head_dim_qk], q_len 0 to 64.
@@ -83,7 +84,8 @@ def attend(q, k, v, *, scale=None, causal=None, window=0, softcap=0.0, sinks=Non
     if block_table is not None:
         raise NotImplementedError("block_table is not served yet; gather the pages into k and v of [num_seqs, ...]")
     if segments is not None:
-        raise NotImplementedError("segments is not served yet; attend to each token range with return_lse and merge the results")
+        raise NotImplementedError(
+            "segments is not served yet; attend to each token range with return_lse and merge the results")
     causal = mask is None if causal is None else causal
     return _core.attend(q, k, v, scale, causal, window, softcap, sinks, kv_lens, kv_starts, v_is_k_prefix, out,
                         _dtype_name(out_dtype), return_lse, stream,

@@ -182,8 +182,8 @@ std::string run_case(const Plan& plan, const CaseSpec& spec, CaseTensors& tensor
 // 2e-6 in place of 1e-5 when K and V are float32; the last term is what float32 scores and lse of that size can resolve.
 //
 // CUDA's tensor-core kernel, and the CPU's with pair_dot=2, round probabilities to the 16-bit type of the cache before they
-// multiply them with V, but not before they sum them: out = sum(p_j (1 + d_j) v_j) / sum(p_j) with |d_j| <= u_p, the type's unit roundoff (2^-8 for bf16,
-// 2^-11 for f16). So out may be off by u_p * sum(p_j |v_j|) / sum(p_j) <= u_p * v_max more, which no cancellation in out
+// multiply them with V, but not before they sum them: out = sum(p_j (1 + d_j) v_j) / sum(p_j) with |d_j| <= u_p, the
+// type's unit roundoff (2^-8 for bf16, 2^-11 for f16). So out may be off by u_p * sum(p_j |v_j|) / sum(p_j) <= u_p * v_max more, which no cancellation in out
 // makes smaller; f16 adds its subnormal step (weight_error). The relative rms error gains the same u_p: for V of mean 0, as
 // here, it grows by rms(d_j) < u_p. lse keeps its tolerance. ex2.approx is off by 2 ulp, 2^-22, which floor covers 12 times.
 std::string judge_oracle(const CaseSpec& spec, const CaseTensors& tensors, const core::ReferenceResult& oracle,
