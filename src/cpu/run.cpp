@@ -268,7 +268,9 @@ class Call {
     t.pair_dot_values = data_.policy.pair_dot == 2;
     t.row_tile = data_.policy.row_tile;
     t.step_tokens = data_.policy.step_tokens;
-    t.steps_per_turn = num_items == 1 ? steps_per_turn() : 1;
+    // Rows with gaps, and heads taken together, are not what a processor's own streams follow.
+    const bool packed = in_.k.token_stride == p_.head_dim_qk && in_.v.token_stride == p_.head_dim_v;
+    t.steps_per_turn = num_items == 1 && packed ? data_.steps_per_turn : 1;
     t.prefetch_tokens = data_.policy.prefetch_tokens;
     t.prefetch_lines = data_.policy.prefetch_lines;
     t.prefetch_level = data_.policy.prefetch_level;
@@ -295,20 +297,6 @@ class Call {
     t.partial_o = partial_o_ + first * round_up(p_.head_dim_v, kPadFloats);
     t.partial_lse = partial_lse_ + first;
     return t;
-  }
-
-  /// 128 KB of K where the processor's own streams follow a stream's only row, packed and of 256 bytes or more: they start anew
-  /// wherever K and V alternate. No bit depends on it. Zen 4, kv 8192, one thread, share of a plain read with turns of a step and of
-  /// 128 KB, medians of three runs of both builds in turn: d128 f32 0.79 to 0.83, f16 0.76 to 0.83, bf16 0.71 to 0.81, d64 f32 0.83
-  /// to 0.87; two threads, which share the memory, 1.0 to 1.1x.
-  [[nodiscard]] std::int64_t steps_per_turn() const {
-    constexpr std::int64_t kTurnBytes = 128 * 1024;
-    const std::int64_t row_bytes = format_bytes(p_.k_format, p_.head_dim_qk);
-    const bool streams = p_.rows_per_stream() == 1 && data_.policy.prefetch_level == 2 &&
-                         data_.policy.prefetch_tokens == 0 && p_.k_format <= KvFormat::bf16 && row_bytes >= 256 &&
-                         in_.k.token_stride == p_.head_dim_qk && in_.v.token_stride == p_.head_dim_v;
-    const std::int64_t steps = kTurnBytes / (data_.policy.step_tokens * row_bytes);
-    return streams ? std::clamp<std::int64_t>(steps, 1, kMaxStepsPerTurn) : 1;
   }
 
   [[nodiscard]] ScoreRules score_rules(const Item& item, std::int64_t q_head) const {

@@ -18,9 +18,6 @@ constexpr int kMaxHeadsPerStep = 8;
 
 constexpr int kMaxStepsPerTurn = 4;
 
-/// Steps whose scores a worker has room for: a stream's only row may score several before it adds up their values.
-static constexpr std::int64_t steps_kept(std::int64_t rows) { return rows == 1 ? kMaxStepsPerTurn : 1; }
-
 static constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -144,10 +141,11 @@ static constexpr std::int64_t affine_step_floats(std::int64_t num_groups, std::i
 /// Worker scratch: packed q, o, scores, running maximum and sum of every row tile, which rows see which of a step's keys, the
 /// bias of one tile, and scales and biases of K's and V's groups, none where they have none.
 static constexpr std::int64_t scratch_floats(std::int64_t rows, std::int64_t head_dim_qk, std::int64_t head_dim_v,
-                                             std::int64_t step_tokens, std::int64_t k_groups, std::int64_t v_groups) {
+                                             std::int64_t step_tokens, std::int64_t steps_per_turn,
+                                             std::int64_t k_groups, std::int64_t v_groups) {
   // A tile's scores take the row count rounded up to a power of two per token: less than twice the rows.
   return rows * (kQueryCopies * round_up(head_dim_qk, kPadFloats) + round_up(head_dim_v, kPadFloats) +
-                 steps_kept(rows) * (2 * step_tokens + (step_tokens + 1 + 3) / 4) + 2 * kPadFloats) +
+                 steps_per_turn * (2 * step_tokens + (step_tokens + 1 + 3) / 4) + 2 * kPadFloats) +
          kMaxRowTile * step_tokens + kPadFloats + affine_step_floats(k_groups, step_tokens) +
          affine_step_floats(v_groups, step_tokens);
 }
