@@ -14,7 +14,7 @@
 #include <climits>
 
 #include "cuda/join_cluster.cuh"
-#include "cuda/join_workspace.cuh"
+#include "cuda/join_lanes.cuh"
 #include "cuda/tile.cuh"
 #include "kvonce/cuda.cuh"
 
@@ -24,6 +24,16 @@ namespace kvonce::cuda {
 /// without one, by half the warps.
 constexpr int kShortWarps = 4;
 constexpr int kShortTiles = 2;
+
+/// Whether the KV head's rows are found while a length in memory is on its way: in plans for long caches. In the instances without a
+/// loop it costs 0.05 to 0.28 us where the host knows the length (H200).
+template <int kDimQk, Join kJoin, bool kOneStep, class K>
+constexpr bool kEarlyRows = (kJoin == kJoinWorkspace) && (kDimQk > 64) && (K::kPlain) &&
+                            (!kOneStep || K::kAttending < K::kWarps);
+
+/// Whether blocks join as in join_lanes.cuh.
+template <int kDimV, class K>
+constexpr bool kKnowsPlaces = (kDimV > 64) && (K::kByLanes);
 
 /// A block's work. kOneStep: no warp has more than one step.
 template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, bool kStaged, Join kJoin, bool kOneStep,
@@ -38,6 +48,10 @@ __device__ __forceinline__ void attend_block(const AttendParams& params, const B
   Tile<T, kDimQk, kDimV, kRowTiles, kTokenTiles, kStaged, K> tile;
   __shared__ std::uint64_t kv_barriers[kStaged ? 2 * K::kWarps : 1];
   tile.open(params, w.seq, w.kv_head, kv_barriers);
+  if constexpr (kEarlyRows<kDimQk, kJoin, kOneStep, K>) {
+    tile.k_base = reinterpret_cast<const T*>(w.k);
+    tile.v_base = reinterpret_cast<const T*>(w.v);
+  }
 
   // The warps take the block's steps in turn. Loads of the first go out before anything else is waited for.
   int token = w.begin + w.tile_begin * kTileTokens + warp * kStep;
@@ -62,6 +76,8 @@ __device__ __forceinline__ void attend_block(const AttendParams& params, const B
   }
   Ticket ticket;
   if constexpr (kJoin != kJoinCluster) ticket = take_ticket(params, w);
+  LanePlaces places;
+  if constexpr (kKnowsPlaces<kDimV, K>) places = find_lane_places<K>(params, w, kDimV / 4);
   tile.clear();
 
   // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
@@ -115,7 +131,11 @@ __device__ __forceinline__ void attend_block(const AttendParams& params, const B
   } else {
     if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
     __syncthreads();
-    join_block<K, kJoin>(params, w, area, kDimV / 4, ticket_number);
+    if constexpr (kKnowsPlaces<kDimV, K>) {
+      join_by_lanes<K>(params, w, area, kDimV / 4, places, ticket_number);
+    } else {
+      join_block<K, kJoin>(params, w, area, kDimV / 4, ticket_number);
+    }
   }
 }
 
@@ -123,14 +143,15 @@ template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, boo
           class K>
 __global__ void __launch_bounds__(K::kThreads, 1) attend_mma(const __grid_constant__ AttendParams params) {
   cuda_trigger_dependents();
-  const BlockWork w = find_work<kJoin, K::kPlain>(params);
+  const BlockWork w = find_work<kJoin, K::kPlain, kEarlyRows<kDimQk, kJoin, kOneStep, K>>(params);
   if (w.split >= w.num_splits) return;
   if constexpr (K::kPlain && kJoin == kJoinWorkspace && !kOneStep) {
     if (w.tile_end - w.tile_begin <= kShortWarps * kShortTiles) {
       // Two bodies: code that is there and not run costs time too. H200, 64q/8kv d64, 2,048 of 131,072 tokens: 5.15 us, 4.85 us by lanes.
-      if (w.num_splits <= static_cast<int>(kLaneSplits)) {
-        attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true,
-                     Known<K::kWarps, true, typename K::Out, 0, kShortWarps>>(params, w);
+      using ByLanes = Known<K::kWarps, true, typename K::Out, 0, kShortWarps>;
+      const bool is_joined = !kKnowsPlaces<kDimV, ByLanes> || w.num_splits > 1;
+      if (is_joined && w.num_splits <= static_cast<int>(kLaneSplits)) {
+        attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true, ByLanes>(params, w);
       } else {
         attend_block<T, kDimQk, kDimV, kRowTiles, kShortTiles, false, kJoin, true,
                      Known<K::kWarps, true, typename K::Out, 1, kShortWarps>>(params, w);

@@ -109,6 +109,14 @@ __device__ __forceinline__ float max_of_warp(float x) {
   return __int_as_float(most ^ ((most >> 31) & 0x7fffffff));
 }
 
+/// Barriers of the block beside __syncthreads(): some threads wait until all have arrived, in whole warps.
+__device__ __forceinline__ void arrive_at_block_barrier(int number, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void wait_at_block_barrier(int number, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Words of the workspace: each is its own flag, so neither side needs a fence.
 __device__ __forceinline__ float4 load_words(const float4* address) {
   float4 v;

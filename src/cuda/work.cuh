@@ -23,6 +23,8 @@ struct BlockWork {
   int end;
   int tile_begin;  // this block's tiles of kTileTokens, from `begin` on
   int tile_end;
+  const char* k;  // with kEarlyRows: the KV head's first row of K and of V
+  const char* v;
 };
 
 __device__ __forceinline__ int divide(int n, int divisor, std::uint32_t magic) {
@@ -31,10 +33,44 @@ __device__ __forceinline__ int divide(int n, int divisor, std::uint32_t magic) {
   return quotient * static_cast<std::int64_t>(divisor) > n ? quotient - 1 : quotient;
 }
 
+__device__ __forceinline__ void find_kv(const AttendParams& p, BlockWork& w) {
+  const auto first = [&w](const Rows& rows) {
+    return rows.data +
+           16 * (static_cast<std::int64_t>(w.seq) * rows.seq + static_cast<std::int64_t>(w.kv_head) * rows.head);
+  };
+  w.k = first(p.k_rows);
+  w.v = first(p.v_rows);
+}
+
 // Lengths from memory, ranges from the mask.
-template <Join kJoin, bool kPlain>
+template <Join kJoin, bool kPlain, bool kEarlyRows>
 __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) {
-  if (p.kv_lens != nullptr) {
+  if constexpr (kEarlyRows) {
+    // No branches up to the first use: what follows the load is not held back by it.
+    int length = w.kv_len;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred has;\n\t"
+        "setp.ne.u64 has, %1, 0;\n\t"
+        "@has ld.global.s32 %0, [%2];\n\t"
+        "}"
+        : "+r"(length)
+        : "l"(p.kv_lens), "l"(p.kv_lens + w.seq));
+    // Worked out while the length is on its way: code that runs once is slow.
+    find_kv(p, w);
+    asm volatile("" ::"l"(w.k), "l"(w.v), "r"(threadIdx.x), "r"(p.shape.num_splits), "r"(p.shape.splits_magic),
+                 "r"(p.k_rows.token), "r"(p.v_rows.token));
+    w.kv_len = min(max(length, 0), p.max_kv_len);
+    w.end = w.kv_len;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred bad;\n\t"
+        "setp.ne.s32 bad, %0, 0;\n\t"
+        "@bad st.global.u32 [%1], 1;\n\t"
+        "}" ::"r"(length != w.kv_len && threadIdx.x == 0 ? 1 : 0),
+        "l"(p.header + 1)
+        : "memory");
+  } else if (p.kv_lens != nullptr) {
     w.kv_len = p.kv_lens[w.seq];
     if (w.kv_len < 0 || w.kv_len > p.max_kv_len) {
       w.kv_len = w.kv_len < 0 ? 0 : p.max_kv_len;
@@ -74,8 +110,8 @@ __device__ __forceinline__ void find_range(const AttendParams& p, BlockWork& w) 
   w.tile_end = w.tile_begin + share + (w.split < rest ? 1 : 0);
 }
 
-/// kPlain: Known in partial.cuh.
-template <Join kJoin, bool kPlain>
+/// kPlain: Known in partial.cuh. kEarlyRows: with w.k and w.v, worked out while a length in memory is on its way.
+template <Join kJoin, bool kPlain, bool kEarlyRows = false>
 __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
   BlockWork w;
   w.seq = p.seq_begin + static_cast<int>(blockIdx.z);
@@ -96,11 +132,12 @@ __device__ __forceinline__ BlockWork find_work(const AttendParams& p) {
   w.begin = 0;
   w.end = w.kv_len;
   if (p.share_tiles >= 0) {
+    if constexpr (kEarlyRows) find_kv(p, w);
     w.num_splits = p.share_splits;
     w.tile_begin = w.split * p.share_tiles + min(w.split, p.share_rest);
     w.tile_end = w.tile_begin + p.share_tiles + (w.split < p.share_rest ? 1 : 0);
   } else {
-    find_range<kJoin, kPlain>(p, w);
+    find_range<kJoin, kPlain, kEarlyRows>(p, w);
   }
   return w;
 }
