@@ -51,8 +51,9 @@ struct PlanData {
   std::int64_t rows_per_stream = 0;
   std::int64_t row_blocks = 0;  // workers' row ranges per KV stream = the read factor
   std::int64_t max_chunks = 0;
-  std::int64_t steps_per_turn =
-      1;  // CPU: steps whose keys are scored before their values are added up, where rows are packed
+  // CPU, of a stream's only row where rows are packed:
+  bool reads_parts = false;         // a step's quarters side by side
+  std::int64_t steps_per_turn = 1;  // whose keys are scored before their values are added up
   WorkspaceLayout workspace;
   std::shared_ptr<const BackendPlan> backend_plan;  // null on the CPU
   std::vector<std::string> rejected;                // "kernel: reason", for explain()

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cpu/attend.hpp"
+#include "cpu/attend_values.hpp"
 
 namespace kvonce::cpu {
 
@@ -146,7 +146,7 @@ void accumulate_block_dot(const std::uint16_t* v, std::int64_t token_stride, std
   }
 }
 
-/// As accumulate_values of attend.hpp.
+/// As accumulate_values of attend_values.hpp.
 template <class S, int rows>
 void accumulate_values_dot(const void* v_rows, std::int64_t token_stride, std::int64_t num_tokens, const float* p,
                            std::int64_t p_stride, std::int64_t dims, StepPrefetcher<S>& ahead, float* o,

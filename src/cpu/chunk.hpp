@@ -193,6 +193,12 @@ class ChunkRunner {
                       bytes_of(task_.k_format), v_row_bytes_);
   }
 
+  /// A step that is read in parts, with what is read after it; no requests for other counts of tokens.
+  [[nodiscard]] StepPrefetcher<S> parts_ahead(const void* rows, const void* next, std::int64_t count) const {
+    if (!has_parts<S>(count)) return {};
+    return {static_cast<const char*>(rows), static_cast<const char*>(next), k_row_bytes_, count};
+  }
+
   void start_tile(int i) {
     const RowTile& t = tile(i);
     kernels(t).load_row_tile(task_, t.first_row, t.rows, q_of(i));
@@ -216,7 +222,8 @@ class ChunkRunner {
     *seen_of(i) = static_cast<std::uint8_t>(seen);
     if (seen == Seen::none) return;
     const std::int64_t count = tokens.end - tokens.begin;
-    StepPrefetcher<S> ahead = values_ahead(i, tokens.begin);
+    StepPrefetcher<S> ahead =
+        task_.reads_parts ? parts_ahead(k_at(tokens.begin), v_at(tokens.begin), count) : values_ahead(i, tokens.begin);
     kernels(t).score_tokens(k_at(tokens.begin), task_.k_token_stride, count, q_of(i), task_.head_dim_qk,
                             task_.scale_log2e, ahead, scores_of(i));
     if (seen == Seen::some) fill_bias(task_, t.first_row, t.rows, tokens, bias_, seen_of(i) + 1);
@@ -230,7 +237,10 @@ class ChunkRunner {
     if (seen == Seen::none) return;
     const std::int64_t count = tokens.end - tokens.begin;
     kernels(tile(i)).update_softmax(scores_of(i), count, maximum_of(i), sum_of(i), o_of(i), o_floats_);
-    StepPrefetcher<S> ahead = keys_ahead(i, next_step_ - task_.step_tokens);
+    StepPrefetcher<S> ahead =
+        task_.reads_parts
+            ? parts_ahead(v_at(tokens.begin), next_step_ + count <= task_.kv_len ? k_at(next_step_) : nullptr, count)
+            : keys_ahead(i, next_step_ - task_.step_tokens);
     if (seen == Seen::all) {
       add_values(i, tokens, 0, count, ahead);
     } else {

@@ -270,6 +270,7 @@ class Call {
     t.step_tokens = data_.policy.step_tokens;
     // Rows with gaps, and heads taken together, are not what a processor's own streams follow.
     const bool packed = in_.k.token_stride == p_.head_dim_qk && in_.v.token_stride == p_.head_dim_v;
+    t.reads_parts = num_items == 1 && packed && data_.reads_parts;
     t.steps_per_turn = num_items == 1 && packed ? data_.steps_per_turn : 1;
     t.prefetch_tokens = data_.policy.prefetch_tokens;
     t.prefetch_lines = data_.policy.prefetch_lines;

@@ -17,6 +17,7 @@ constexpr std::int64_t kMaxStepTokens = 1024;
 constexpr int kMaxHeadsPerStep = 8;
 
 constexpr int kMaxStepsPerTurn = 4;
+constexpr std::int64_t kPartsDims = 128;  // of rows whose steps are read in parts
 
 static constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -98,6 +99,7 @@ struct ChunkTask {
   bool pair_dot_values;  // bf16 V as well: accumulate_values_dot
   std::int64_t row_tile;
   std::int64_t step_tokens;
+  bool reads_parts;             // a step's quarters side by side, by a stream's only row (attend_in_order.hpp)
   std::int64_t steps_per_turn;  // whose keys are scored before their values are added up
   std::int64_t prefetch_tokens;
   std::int64_t prefetch_lines;  // one request per so many cache lines

@@ -7,6 +7,7 @@
 #include "cpu/attend_dot.hpp"
 #include "cpu/attend_in_order.hpp"
 #include "cpu/attend_split.hpp"
+#include "cpu/attend_values.hpp"
 #include "cpu/task.hpp"
 
 namespace kvonce::cpu {

@@ -2,6 +2,7 @@
 
 RUN = "src/cpu/run.cpp"
 ATTEND = "src/cpu/attend.hpp"
+VALUES = "src/cpu/attend_values.hpp"
 SPLIT = "src/cpu/attend_split.hpp"
 IN_ORDER = "src/cpu/attend_in_order.hpp"  # one row, prefetch_level 2
 DOT = "src/cpu/attend_dot.hpp"  # pair_dot: processors with BF16 dot products
@@ -61,8 +62,9 @@ FAULTS = [
     ("sum not rescaled", ATTEND, "total = S::mul(total, factor);", ""),
     ("o not rescaled", ATTEND, "S::store(o, S::mul(S::load(o), S::broadcast(factors[r])))", "S::store(o, S::load(o))"),
     ("rest of K's dims dropped", ATTEND, "for (; dim < dims; dim += S::width, q_vec", "for (; dim + S::width <= dims; dim += S::width, q_vec"),
-    ("rest of V's dims dropped", ATTEND, "    if (dim < dims) {\n      for (std::int64_t t", "    if (dim > dims) {\n      for (std::int64_t t"),
-    ("odd token dropped", ATTEND, "if (tokens_left > 0)", "if (tokens_left > 1)"),
+    ("rest of V's dims dropped", VALUES, "    if (dim < dims) {\n      for (std::int64_t t", "    if (dim > dims) {\n      for (std::int64_t t"),
+    ("odd token dropped", VALUES, "if (tokens_left > 0)", "if (tokens_left > 1)"),
+    ("parts of a step by its number of rows", VALUES, "part * part_rows + row;", "part * (part_rows - 1) + row;"),
     ("padding counted as keys", TASK, "scores[i] = -INFINITY;", "scores[i] = 0.0F;"),
     ("one row read past the end", ATTEND, "token + j : num_tokens - 1, token_stride", "token + j : num_tokens, token_stride"),
     ("few-row tiles skip the second half of a pair", ATTEND, "S::fmadd(b, q_b[r], S::fmadd(a, q_a[r], acc[j * kLaneRows + r]))",
@@ -71,7 +73,8 @@ FAULTS = [
     ("split tiles swap the tokens of a pair", SPLIT, "row[2 * j] + dim, row[2 * j + 1] + dim", "row[2 * j + 1] + dim, row[2 * j] + dim"),
     ("one row in order drops the rest of K's dims", IN_ORDER, "for (; dim < dims; dim += S::width", "for (; dim + S::width <= dims; dim += S::width"),
     ("one row in order skips the second half of a pair", IN_ORDER,
-     "S::fmadd(b, S::load(q_vec + pair + S::width), S::fmadd(a, S::load(q_vec + pair), sum))", "S::fmadd(a, S::load(q_vec + pair), sum)"),
+     "S::fmadd(b, S::load(q + pair + S::width), S::fmadd(a, S::load(q + pair), sum))", "S::fmadd(a, S::load(q + pair), sum)"),
+    ("scores of a step's parts in the order they were read", IN_ORDER, "acc[part * kRows + i] =", "acc[i * kParts + part] ="),
     ("pair products drop the rest of K's dims", DOT, "if (dim < dims) {", "if (dim > dims) {"),
     ("pair products give every row the first one's q", DOT, "q_offset(task, first_row + r)", "q_offset(task, first_row)"),
     ("pair products skip the last values of q", DOT, "dim + i < task.head_dim_qk ?", "dim + i + 1 < task.head_dim_qk ?"),
