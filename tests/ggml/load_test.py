@@ -53,6 +53,15 @@ class LoadTest(unittest.TestCase):
         self.assertIn("libancient.so, which has no ggml_version()", reason)
         self.assertIn("ggml has to be a shared library there (cmake -D BUILD_SHARED_LIBS=ON)", reason)
 
+    def test_ggml_linked_into_a_program_is_refused(self):
+        """It exports nothing, whatever its version."""
+        program = pathlib.Path(self.folder.name) / "linked_in"
+        subprocess.run(["cc", "-O0", '-DFAKE_OP="FLASH_ATTN_EXT"', '-DFAKE_VERSION="0.25.3"', "-o", program, HERE / "fake_host.c",
+                        "-ldl"], check=True)
+        done = subprocess.run([program, self.library], capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual(done.returncode, 3)
+        self.assertIn("linked_in, which has no ggml_version() that others can call: ggml has to be a shared library", done.stderr)
+
     def test_other_operations_are_refused(self):
         import llama_cpp.llama_cpp
         version = llama_cpp.llama_cpp._lib.ggml_version
