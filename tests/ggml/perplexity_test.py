@@ -1,6 +1,6 @@
 """SmolLM2 with its weights as float32, one token per call, against the same model in float64 with exact softmax.
 
-Quantised weights round what they are multiplied with to 8 bits, which makes any two ways to sum differ by chance, 10 times as much
+Quantised weights round what they are multiplied with to 8 bits, which makes any two ways to sum differ by chance, 30 times as much
 as attention does. With float32 weights what is left is attention, and float16 cells that a last bit rounds the other way.
 """
 import ctypes
