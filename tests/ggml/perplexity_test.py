@@ -47,8 +47,9 @@ def write_float32(path):
 
 class PerplexityTest(unittest.TestCase):
     def test_nearer_to_float64_than_llama_cpp(self):
-        """Kullback-Leibler divergence from the reference at most a quarter of the smaller of llama.cpp's two settings', a token's
-        loss at most half as far from the reference's, and the perplexity no farther from it than the farther of the two."""
+        """Kullback-Leibler divergence from the reference at most a tenth of flash_attn on's and a third of flash_attn off's, a
+        token's loss at most a quarter and two thirds as far from the reference's, and the perplexity no farther than the farther of
+        the two. What kvonce has is the cells' share, which every way has."""
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "float32.gguf"
             write_float32(path)
@@ -70,8 +71,9 @@ class PerplexityTest(unittest.TestCase):
                 print(f"{name}: {math.exp(-got[rows, following].mean()):.5f}, divergence {divergence[name]:.2e}, a token's loss "
                       f"{loss_error[name]:.2e} away, their mean {mean_error[name]:.2e}")
             self.assertEqual(kvonce_ggml.statistics()["ops_served"], model.num_layers * COUNT)
-            self.assertLess(divergence["kvonce"], min(divergence["on"], divergence["off"]) / 4)
-            self.assertLess(loss_error["kvonce"], min(loss_error["on"], loss_error["off"]) / 2)
+            for name, of_divergence, of_loss in (("on", 1 / 10, 1 / 4), ("off", 1 / 3, 2 / 3)):
+                self.assertLess(divergence["kvonce"], of_divergence * divergence[name])
+                self.assertLess(loss_error["kvonce"], of_loss * loss_error[name])
             self.assertLess(mean_error["kvonce"], max(mean_error["on"], mean_error["off"]))
 
 
