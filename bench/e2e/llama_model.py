@@ -97,16 +97,19 @@ def _repeat_cells(state, count):
 class Context:
     """A context of `model`. Devices that are registered later do not compute for it."""
 
-    def __init__(self, model, *, n_ctx, flash_attn, k_type="f16", v_type=None, threads=2, num_seqs=1, unified=True):
+    def __init__(self, model, *, n_ctx, flash_attn, k_type="f16", v_type=None, threads=2, num_seqs=1, unified=True, **others):
+        """flash_attn: True, False or "auto"; others: fields of llama_context_params."""
         params = c.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = 512
         params.n_seq_max = num_seqs
         params.kv_unified = unified
         params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = 1 if flash_attn else 0
+        params.flash_attn_type = -1 if flash_attn == "auto" else int(flash_attn)
         params.type_k, params.type_v = KV_TYPES[k_type], KV_TYPES[v_type or k_type]
         params.no_perf = True
+        for name, value in others.items():
+            setattr(params, name, value)
         self.model = model
         self.handle = c.llama_init_from_model(model.handle, params)
         if not self.handle:

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <kvonce/plan_cache.hpp>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,8 @@ namespace kvonce::ggml {
 namespace {
 
 Host host;
+Team team;
+std::once_flag team_is_known;
 thread_local std::string init_error;
 
 /// What one ggml_backend_t keeps between graphs. ggml runs one graph at a time on it.
@@ -59,15 +62,15 @@ struct TeamWork {
 
 void team_main(void* data) {
   const auto& work = *static_cast<const TeamWork*>(data);
-  const int step = host.team_size();
-  for (std::int64_t i = host.team_thread(); i < work.count; i += step) work.body(work.context, i);
+  const int step = team.size();
+  for (std::int64_t i = team.thread(); i < work.count; i += step) work.body(work.context, i);
 }
 
 /// ggml's own regions have num_threads threads: a smaller one here would make the runtime end the others and start new
 /// ones for ggml's next.
 void run_on_team(void* stream, std::int64_t count, void (*body)(void*, std::int64_t), void* context) {
   TeamWork work{count, body, context};
-  host.team_run(team_main, &work, static_cast<unsigned>(static_cast<Stream*>(stream)->num_threads), 0);
+  team.run(team_main, &work, static_cast<unsigned>(static_cast<Stream*>(stream)->num_threads), 0);
 }
 
 // --- computing
@@ -108,7 +111,7 @@ void attend_node(Stream& stream, const ggml_tensor& node) {
   }
   Context context;
   context.num_threads = stream.num_threads;
-  if (host.team_run != nullptr) {
+  if (team.run != nullptr) {
     context.parallel_for = run_on_team;
     context.parallel_for_host = &stream;
   }
@@ -163,6 +166,10 @@ ggml_guid_t guid() {
 }
 
 ggml_backend_t new_backend(ggml_backend_dev_t device, const char* /*params*/) {
+  std::call_once(team_is_known, [] {
+    team = find_team(host);
+    note_threads(team.run != nullptr);
+  });
   auto stream = std::make_unique<Stream>();
   auto backend = std::make_unique<ggml_backend>();
   backend->guid = guid();
@@ -212,6 +219,7 @@ bool device_supports_op(ggml_backend_dev_t /*device*/, const ggml_tensor* node) 
   try {
     static const Device device = default_device();
     static_cast<void>(plans().find(problem, device, plan_options(problem)));
+    note_claimed();
     return true;
   } catch (const Error& error) {
     count_declined(error.what());
@@ -267,6 +275,7 @@ extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backen
     std::fprintf(stderr, "kvonce for ggml: not loaded: %s\n", init_error.c_str());
     return nullptr;
   }
+  if (registry.api_version != 0) return &registry;  // ggml_backend_load_all() again, perhaps while graphs run
   start_statistics();
   host = found;
   registry.api_version = GGML_BACKEND_API_VERSION;

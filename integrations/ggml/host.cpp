@@ -32,7 +32,10 @@ std::string find_host(const void* address, Host& host) {
   void* library = open_object_of(address, name);
   if (library == nullptr || !look_up(library, "ggml_version", host.version) ||
       !look_up(library, "ggml_op_name", host.op_name)) {
-    return "ggml_backend_init was called by " + name + ", which has no ggml_version(); " + std::string(kBuiltFor);
+    return "ggml_backend_init was called by " + name +
+           ", which has no ggml_version() that others can call: ggml has to be a shared library there (cmake -D "
+           "BUILD_SHARED_LIBS=ON); " +
+           std::string(kBuiltFor);
   }
   const std::string_view version = host.version();
   if (version != KVONCE_GGML_VERSION) {
@@ -49,14 +52,25 @@ std::string find_host(const void* address, Host& host) {
       !look_up(library, "ggml_backend_cpu_buffer_type", host.cpu_buffer_type) ||
       !look_up(library, "ggml_backend_cpu_buffer_from_ptr", host.cpu_buffer_from_ptr) ||
       !look_up(library, "ggml_backend_buft_is_host", host.buft_is_host) ||
-      !look_up(library, "ggml_backend_buffer_get_type", host.buffer_get_type)) {
+      !look_up(library, "ggml_backend_buffer_get_type", host.buffer_get_type) ||
+      !look_up(library, "ggml_backend_reg_by_name", host.reg_by_name) ||
+      !look_up(library, "ggml_backend_reg_get_proc_address", host.reg_function)) {
     return name + " lacks functions of ggml-backend.h; " + std::string(kBuiltFor);
   }
-  if (!look_up(library, "GOMP_parallel", host.team_run) || !look_up(library, "omp_get_thread_num", host.team_thread) ||
-      !look_up(library, "omp_get_num_threads", host.team_size)) {
-    host.team_run = nullptr;
-  }
   return {};
+}
+
+Team find_team(const Host& host) {
+  ggml_backend_reg_t cpu = host.reg_by_name("CPU");
+  const void* address = cpu == nullptr ? nullptr : host.reg_function(cpu, "ggml_backend_set_n_threads");
+  std::string name;
+  void* library = address == nullptr ? nullptr : open_object_of(address, name);
+  Team team;
+  if (library == nullptr || !look_up(library, "GOMP_parallel", team.run) ||
+      !look_up(library, "omp_get_thread_num", team.thread) || !look_up(library, "omp_get_num_threads", team.size)) {
+    return {};
+  }
+  return team;
 }
 
 }  // namespace kvonce::ggml

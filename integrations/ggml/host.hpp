@@ -20,14 +20,23 @@ struct Host {
   decltype(&::ggml_backend_buft_is_host) buft_is_host = nullptr;
   decltype(&::ggml_backend_buffer_get_type) buffer_get_type = nullptr;
 
-  // OpenMP runtime of the host, null where ggml was built without: libgomp's entry points, which LLVM's runtime has too.
-  void (*team_run)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
-  int (*team_thread)() = nullptr;
-  int (*team_size)() = nullptr;
+  decltype(&::ggml_backend_reg_by_name) reg_by_name = nullptr;
+  decltype(&::ggml_backend_reg_get_proc_address) reg_function = nullptr;
+};
+
+/// The OpenMP runtime of ggml's CPU backend, null where that was built without: libgomp's entry points, which LLVM's
+/// runtime has too.
+struct Team {
+  void (*run)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
+  int (*thread)() = nullptr;
+  int (*size)() = nullptr;
 };
 
 /// Fills `host` from the shared object that holds `address`, and what it depends on. Returns why it cannot be served, or
 /// an empty string.
 std::string find_host(const void* address, Host& host);
+
+/// To be called when the host has a CPU backend, which may be a library that it has loaded later than this one.
+Team find_team(const Host& host);
 
 }  // namespace kvonce::ggml

@@ -40,6 +40,14 @@ class Statistics {
     totals_.tokens_served += tokens;
     add_one(kernels_, kernel_id);
   }
+  void threads(bool on_team) {
+    const std::lock_guard lock(mutex_);
+    threads_ = on_team ? "the OpenMP threads of ggml's CPU backend" : "threads of its own";
+  }
+  void claimed() {
+    const std::lock_guard lock(mutex_);
+    has_claimed_ = true;
+  }
   void failed() {
     const std::lock_guard lock(mutex_);
     ++totals_.ops_failed;
@@ -61,6 +69,10 @@ class Statistics {
                         std::to_string(totals_.tokens_served) + " query tokens, failed " +
                         std::to_string(totals_.ops_failed) + ", declined " + std::to_string(totals_.times_declined) +
                         " times\n";
+    if (has_claimed_ && totals_.ops_served + totals_.ops_failed == 0) {
+      lines += "  ops were claimed, and none was run: is flash attention \"auto\"? It must be on (-fa on)\n";
+    }
+    if (totals_.ops_served > 0) lines += "  on " + std::string(threads_) + "\n";
     for (const auto& [kernel, count] : kernels_) lines += "  " + std::to_string(count) + " by " + kernel + "\n";
     for (const auto& [reason, count] : reasons_) lines += "  declined " + std::to_string(count) + ": " + reason + "\n";
     return lines;
@@ -69,6 +81,8 @@ class Statistics {
  private:
   std::mutex mutex_;
   kvonce_ggml_statistics totals_{};
+  bool has_claimed_ = false;
+  std::string_view threads_;
   Counts kernels_;
   Counts reasons_;
 };
@@ -82,6 +96,8 @@ Statistics& statistics() {
 
 void start_statistics() { statistics(); }
 void count_served(std::string_view kernel_id, std::int64_t tokens) { statistics().served(kernel_id, tokens); }
+void note_threads(bool on_team) { statistics().threads(on_team); }
+void note_claimed() { statistics().claimed(); }
 void count_failed() { statistics().failed(); }
 void count_declined(std::string_view reason) { statistics().declined(reason); }
 

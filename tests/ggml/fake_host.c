@@ -1,4 +1,5 @@
-/* A ggml that is not the one libggml-kvonce.so was built for: two of its functions, and the call that loads a backend. */
+/* A ggml that is not the one libggml-kvonce.so was built for: two of its functions, and the call that loads a backend; as a
+   library, or as a program that has ggml linked in. */
 #include <dlfcn.h>
 #include <stddef.h>
 
@@ -17,3 +18,6 @@ void* fake_load(const char* path) {
   void* volatile registry = init(); /* volatile: the call must come from here, not be the last thing done */
   return registry;
 }
+
+/* Where this is a program. */
+int main(int argc, char** argv) { return argc == 2 && fake_load(argv[1]) != NULL ? 0 : 3; }

@@ -49,7 +49,18 @@ class LoadTest(unittest.TestCase):
         self.assertIn("libolder.so is ggml 0.9.4; this libggml-kvonce was built for ggml ", reason)
 
     def test_no_version_is_refused(self):
-        self.assertIn("has no ggml_version()", self.refusal_of(self.fake_host("ancient", None)))
+        reason = self.refusal_of(self.fake_host("ancient", None))
+        self.assertIn("libancient.so, which has no ggml_version()", reason)
+        self.assertIn("ggml has to be a shared library there (cmake -D BUILD_SHARED_LIBS=ON)", reason)
+
+    def test_ggml_linked_into_a_program_is_refused(self):
+        """It exports nothing, whatever its version."""
+        program = pathlib.Path(self.folder.name) / "linked_in"
+        subprocess.run(["cc", "-O0", '-DFAKE_OP="FLASH_ATTN_EXT"', '-DFAKE_VERSION="0.25.3"', "-o", program, HERE / "fake_host.c",
+                        "-ldl"], check=True)
+        done = subprocess.run([program, self.library], capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual(done.returncode, 3)
+        self.assertIn("linked_in, which has no ggml_version() that others can call: ggml has to be a shared library", done.stderr)
 
     def test_other_operations_are_refused(self):
         import llama_cpp.llama_cpp
@@ -102,6 +113,34 @@ class LoadTest(unittest.TestCase):
         program = "from kvonce import ggml; ggml.load()"
         self.assertIn("kvonce for ggml: served 0 attention ops", run(program, KVONCE_GGML_STATS="1").stderr)
         self.assertNotIn("kvonce for ggml", run(program, KVONCE_GGML_STATS="0").stderr)
+
+    def test_claimed_and_not_run(self):
+        """What llama.cpp does with flash attention "auto"; the note goes when something runs."""
+        program = (f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+                   "from host import DEVICE, GGML, kvonce_ggml\nfrom ggml_ops import Case, InitParams\n"
+                   "case = Case(GGML, num_q_heads=4, num_kv_heads=2, dim_qk=64, n_kv=8)\n"
+                   "node, _ = case.build(GGML.init(InitParams(1 << 20, None, True)))\n"
+                   "print(GGML.backend_dev_supports_op(DEVICE, node), kvonce_ggml.statistics_text())\n"
+                   "case.run(DEVICE); print('then', kvonce_ggml.statistics_text())")
+        done = run(program)
+        before, _, after = done.stdout.partition("then")
+        self.assertIn("True", before, done.stderr)
+        self.assertIn('is flash attention "auto"? It must be on (-fa on)', before)
+        self.assertNotIn("auto", after)
+        self.assertIn("on the OpenMP threads of ggml's CPU backend", after)
+
+    def test_load_all_again(self):
+        """Programs call it several times; what was found is kept."""
+        program = (f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+                   "from host import DEVICE, GGML, kvonce_ggml\nfrom ggml_ops import Case\nimport llama_cpp.llama_cpp as c\n"
+                   "case = Case(GGML, num_q_heads=4, num_kv_heads=2, dim_qk=64, n_kv=8)\n"
+                   "first = case.run(DEVICE)\nc._lib.ggml_backend_load_all()\n"
+                   "print((case.run(DEVICE) == first).all(), GGML.backend_dev_by_name(b'kvonce') == DEVICE)\n"
+                   "print(kvonce_ggml.statistics_text())")
+        done = run(program, GGML_BACKEND_PATH=self.library)
+        self.assertIn("True True", done.stdout, done.stderr)
+        self.assertIn("served 2 attention ops", done.stdout)
+        self.assertIn("on the OpenMP threads", done.stdout)
 
     def test_ggml_backend_path(self):
         """What llama.cpp's own programs do: ggml_backend_load_all() loads the library that GGML_BACKEND_PATH names."""
