@@ -128,6 +128,48 @@ TEST_F(WorkspaceTest, ServesCallsOfAnyLengthsInTurn) {
   }
 }
 
+// A plan for a long cache at short lengths, plain decode: up to 16 splits are joined by lanes, more otherwise, and one not at all.
+TEST_F(WorkspaceTest, ALongPlanServesShortLengthsInTurn) {
+  for (const std::int64_t dim : {64, 128}) {
+    for (const std::int64_t group : {1, 3, 8}) {
+      for (const std::int64_t join_blocks : {0, 3}) {
+        CaseSpec spec = make_case(KvFormat::bf16, dim, group, 2, 12000);
+        spec.problem.out_dtype = DType::bf16;
+        spec.options.policy.cluster = 0;
+        spec.options.policy.splits = 20;
+        spec.options.policy.join_blocks = join_blocks;
+        const Plan plan = conformance::plan_case(spec, device());
+        CaseTensors tensors(spec);
+        DeviceCase on_device(plan, spec, tensors);
+        const std::int64_t heads = spec.problem.num_q_heads;
+        ASSERT_CUDA(
+            cudaMemset(const_cast<void*>(on_device.outputs().out), 0, static_cast<std::size_t>(heads * dim * 2)));
+        ASSERT_CUDA(cudaMemset(on_device.outputs().lse, 0, static_cast<std::size_t>(heads * 4)));
+        ASSERT_CUDA(cudaDeviceSynchronize());
+        std::vector<std::int32_t> kv_lens = {1000};
+        ASSERT_CUDA(put_lengths(on_device, kv_lens));
+        on_device.attend();
+        ASSERT_EQ(on_device.fetch(), "");
+        for (std::int64_t head = 0; head < heads; ++head) {
+          ASSERT_TRUE(std::isnan(tensors.lse_value(0, head, 0))) << spec.name << " head " << head;
+          ASSERT_TRUE(std::isnan(tensors.out_value(0, head, 0, dim - 1))) << spec.name << " head " << head;
+        }
+        on_device.prepare();
+        for (const std::int32_t kv_len :
+             {1000, 1, 128, 129, 2048, 0, 700, 2049, 2560, 300, 12000, 1921, 2047, 17, 257, 2048}) {
+          kv_lens = {kv_len};
+          ASSERT_CUDA(put_lengths(on_device, kv_lens));
+          on_device.reset_outputs();
+          on_device.attend();
+          ASSERT_EQ(on_device.fetch(), "") << spec.name << " kv_len " << kv_len;
+          ASSERT_EQ(judge_lengths(plan, spec, tensors, kv_lens), "") << spec.name << " kv_len " << kv_len;
+        }
+        on_device.check();
+      }
+    }
+  }
+}
+
 TEST_F(WorkspaceTest, OneByteLessIsRefused) {
   const CaseSpec spec = joined_through_memory(KvFormat::bf16);
   const Plan plan = conformance::plan_case(spec, device());
