@@ -26,7 +26,7 @@ constexpr int kShortWarps = 4;
 constexpr int kShortTiles = 2;
 
 /// Whether the KV head's rows are found while a length in memory is on its way: in plans for long caches. In the instances without a
-/// loop it costs 0.05 to 0.28 us where the host knows the length (H200).
+/// loop some rows whose length the host knows lose up to 0.28 us (H200, docs/kernel-cuda.md).
 template <int kDimQk, Join kJoin, bool kOneStep, class K>
 constexpr bool kEarlyRows = (kJoin == kJoinWorkspace) && (kDimQk > 64) && (K::kPlain) &&
                             (!kOneStep || K::kAttending < K::kWarps);
