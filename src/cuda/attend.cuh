@@ -40,7 +40,7 @@ template <typename T, int kDimQk, int kDimV, int kRowTiles, int kTokenTiles, boo
           class K>
 __device__ __forceinline__ void attend_block(const AttendParams& params, const BlockWork& w) {
   __shared__ std::uint64_t mail_barrier;
-  __shared__ int ticket_number;
+  __shared__ JoinTurn turn;
   const int warp = static_cast<int>(threadIdx.x / 32);
   const bool attends = K::kAttending == K::kWarps || warp < K::kAttending;
 
@@ -75,9 +75,22 @@ __device__ __forceinline__ void attend_block(const AttendParams& params, const B
     if (attends) tile.load_row_tile(params, w);
   }
   Ticket ticket;
-  if constexpr (kJoin != kJoinCluster) ticket = take_ticket(params, w);
+  // A warp without tokens sees to the ticket where there is one; else the first warp does so, whenever it waits for K and V anyway.
+  constexpr bool kIdleWarps = K::kAttending < K::kWarps;
+  constexpr unsigned kTicketThread = kIdleWarps ? 32 * (K::kWarps - 1) : 0;
+  if constexpr (kJoin != kJoinCluster) ticket = take_ticket(params, w, kTicketThread);
   LanePlaces places;
   if constexpr (kKnowsPlaces<kDimV, K>) places = find_lane_places<K>(params, w, kDimV / 4);
+  int first_joining = 0;
+  if constexpr (kJoin != kJoinCluster) {
+    first_joining = w.num_splits - joiners_of(params, w, kDimV / 4);
+    if constexpr (kIdleWarps) {
+      if (threadIdx.x == kTicketThread) {
+        ask_again(params, w, first_joining, ticket, kTicketThread);
+        turn.ticket = settle_ticket(params, w, ticket, first_joining, turn.left);
+      }
+    }
+  }
   tile.clear();
 
   // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
@@ -99,6 +112,7 @@ __device__ __forceinline__ void attend_block(const AttendParams& params, const B
     }
     tile.accumulate_values();
   };
+  if constexpr (kJoin != kJoinCluster && !kIdleWarps) ask_again(params, w, first_joining, ticket);
   if constexpr (kOneStep) {
     if (has_step) {
       tile.score_tokens(params.scale_log2);
@@ -129,12 +143,14 @@ __device__ __forceinline__ void attend_block(const AttendParams& params, const B
     __syncthreads();
     join_cluster<K>(params, w, area, &mail_barrier, kDimV / 4);
   } else {
-    if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
+    if constexpr (!kIdleWarps) {
+      if (threadIdx.x == 0) turn.ticket = settle_ticket(params, w, ticket, first_joining, turn.left);
+    }
     __syncthreads();
     if constexpr (kKnowsPlaces<kDimV, K>) {
-      join_by_lanes<K>(params, w, area, kDimV / 4, places, ticket_number);
+      join_by_lanes<K>(params, w, area, kDimV / 4, places, turn);
     } else {
-      join_block<K, kJoin>(params, w, area, kDimV / 4, ticket_number);
+      join_block<K, kJoin>(params, w, area, kDimV / 4, turn);
     }
   }
 }

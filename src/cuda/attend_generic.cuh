@@ -247,10 +247,12 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
   touch_params(params);
   if (early) cuda_wait_for_preceding();
   tile.load_row_tile(params, w);
-  const Ticket ticket = take_ticket(params, w);
+  Ticket ticket = take_ticket(params, w);
 
   const RowRange range = range_of(params, w, min(tile.lane_row(), w.num_rows - 1));
   const bool rows_differ = params.q_len > 1 && (params.causal || params.window > 0);
+  const int first_joining = w.num_splits - joiners_of(params, w, params.head_dim_v / 4);
+  ask_again(params, w, first_joining, ticket);
   while (has_step) {
     const int next = token + kWarps * kStep;
     const bool has_next = next < end;
@@ -266,10 +268,10 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_generic(const __grid_co
 
   const MergeArea area = lay_out_area<Known<kWarps>>(params, params.shape.rows_per_block, params.head_dim_v);
   tile.store_partial(area, warp);
-  __shared__ int ticket_number;
-  if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
+  __shared__ JoinTurn turn;
+  if (threadIdx.x == 0) turn.ticket = settle_ticket(params, w, ticket, first_joining, turn.left);
   __syncthreads();
-  join_block<Known<kWarps>, kJoinWorkspace>(params, w, area, params.head_dim_v / 4, ticket_number);
+  join_block<Known<kWarps>, kJoinWorkspace>(params, w, area, params.head_dim_v / 4, turn);
 }
 
 }  // namespace kvonce::cuda

@@ -19,7 +19,7 @@ namespace kvonce::cuda {
 template <typename T, int kDim, int kRows, Join kJoin, class K>
 __device__ __forceinline__ void attend_groups(const AttendParams& params, const BlockWork& w) {
   __shared__ std::uint64_t mail_barrier;
-  __shared__ int ticket_number;
+  __shared__ JoinTurn turn;
   GroupTile<T, kDim, kRows> tile;
   tile.open(params, w, shared_bytes + (1024 - shared_address(shared_bytes) % 1024) % 1024);
 
@@ -44,6 +44,8 @@ __device__ __forceinline__ void attend_groups(const AttendParams& params, const 
   Ticket ticket;
   if constexpr (kJoin != kJoinCluster) ticket = take_ticket(params, w);
   tile.clear();
+  const int first_joining = kJoin == kJoinCluster ? 0 : w.num_splits - joiners_of(params, w, kDim / 4);
+  if constexpr (kJoin != kJoinCluster) ask_again(params, w, first_joining, ticket);
 
   // Only the newest tokens, and with a window the oldest, are seen by some rows and not by others.
   const int differ_from = params.q_len > 1 && params.causal ? w.kv_len - params.q_len : INT_MAX;
@@ -82,9 +84,9 @@ __device__ __forceinline__ void attend_groups(const AttendParams& params, const 
     __syncthreads();
     join_cluster<K>(params, w, area, &mail_barrier, kDim / 4);
   } else {
-    if (threadIdx.x == 0) ticket_number = show_ticket(ticket);
+    if (threadIdx.x == 0) turn.ticket = settle_ticket(params, w, ticket, first_joining, turn.left);
     __syncthreads();
-    join_block<K, kJoin>(params, w, area, kDim / 4, ticket_number);
+    join_block<K, kJoin>(params, w, area, kDim / 4, turn);
   }
 }
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ LanePlaces find_lane_places(const AttendParams& p, co
   at.out = static_cast<char*>(p.out) +
            sizeof(typename K::Out) * (w.seq * p.out_seq + w.kv_head * p.group_size * p.out_head + dim);
   at.slices = w.num_rows * row_elements / kSlice;
-  at.joiners = min(min(static_cast<unsigned>(p.shape.join_blocks), at.slices), static_cast<unsigned>(w.num_splits));
+  at.joiners = joiners_of(p, w, row_elements);
   at.first_ticket = w.num_splits - static_cast<int>(at.joiners);
   asm volatile("" ::"l"(at.own), "l"(at.own_ml), "l"(at.split), "l"(at.ml), "l"(at.out), "r"(at.slices),
                "r"(at.joiners), "r"(at.first_ticket));
@@ -107,23 +107,34 @@ __device__ __forceinline__ void join_slice_at(const AttendParams& p, const Block
 /// Joins the warps' partials, which are in `area`, then those of the stream's blocks.
 template <class K>
 __device__ __forceinline__ void join_by_lanes(const AttendParams& p, const BlockWork& w, const MergeArea& area,
-                                              unsigned row_elements, const LanePlaces& at, int ticket) {
+                                              unsigned row_elements, const LanePlaces& at, const JoinTurn& turn) {
   const unsigned e = threadIdx.x;
   if (e / kSlice < at.slices) {
     Partial a = join_warps<K>(area, e / row_elements, e % row_elements * 4);
     a.x = {without_empty_word(a.x.x), without_empty_word(a.x.y), without_empty_word(a.x.z), without_empty_word(a.x.w)};
-    if (ticket < 0) {
-      a.l = __uint_as_float(0x7fffffffU);  // a workspace that nobody prepared: NaN
+    if (turn.ticket == kUnprepared) {
+      a.l = __uint_as_float(0x7fffffffU);  // NaN
       finish<K>(p, w, e, row_elements, a);
       return;
     }
     store_words(at.own, a.x);
     if (e % kSlice == 0) store_words(at.own_ml, make_float2(without_empty_word(a.m), without_empty_word(a.l)));
   }
-  if (ticket < at.first_ticket) return;
+  if (turn.ticket < at.first_ticket) return;
+  unsigned joiner = turn.ticket - at.first_ticket;
+  unsigned left = 0;
+  if (turn.ticket == w.num_splits - 1) {
+    left = turn.left;
+    if (threadIdx.x == 0) store_word(p.tickets + w.stream, 0);
+  }
 #pragma unroll 1
-  for (unsigned slice = ticket - at.first_ticket; slice < at.slices; slice += at.joiners) {
-    join_slice_at<K>(p, w, row_elements, at, slice, slice + at.joiners >= at.slices);
+  while (true) {
+#pragma unroll 1
+    for (unsigned slice = joiner; slice < at.slices; slice += at.joiners) {
+      join_slice_at<K>(p, w, row_elements, at, slice, left == 0 && slice + at.joiners >= at.slices);
+    }
+    if (left == 0) return;
+    joiner = take_joiner(left);
   }
 }
 

@@ -1,37 +1,99 @@
-// The join of a stream's blocks through the workspace: those that started last wait for the others.
+// The join of a stream's blocks through the workspace: those that started last wait for the others, once all have started.
 #pragma once
 
 #include "cuda/merge.cuh"
 
 namespace kvonce::cuda {
 
-/// What thread 0 asks for at the start and needs at the end.
+/// What thread 0 asks for at the start and before the end, and needs at the end: words of AttendParams::tickets.
 struct Ticket {
   std::uint32_t prepared = kPreparedWord;
-  int number = 0;
+  std::uint64_t before = 0;  // this block started
+  std::uint64_t later = 0;
+  bool waits = false;  // joins, and not as the last to start
 };
 
-/// Takes this block's place in the order in which the blocks of its stream start; the counter is back at 0 when all have
-/// asked. Nothing waits for the answer here: an increment with a limit is not gathered over the warp as an addition is.
-__device__ __forceinline__ Ticket take_ticket(const AttendParams& p, const BlockWork& w) {
+/// A block's part in the join.
+struct JoinTurn {
+  int ticket;     // the order in which a stream's blocks start; kLeaves, kUnprepared
+  unsigned left;  // of the last one: joiners whose slices it joins beside its own, a bit each
+};
+constexpr int kUnprepared = -1;  // a workspace that nobody prepared
+constexpr int kLeaves = -2;      // another block joins this one's slices
+
+/// Blocks that join a stream's partials: those with the last tickets.
+__device__ __forceinline__ int joiners_of(const AttendParams& p, const BlockWork& w, unsigned row_elements) {
+  return min(min(p.shape.join_blocks, slices_of(static_cast<int>(w.num_rows * row_elements))), w.num_splits);
+}
+
+/// Takes this block's place in the order in which the blocks of its stream start. Nothing waits for the answer here.
+__device__ __forceinline__ Ticket take_ticket(const AttendParams& p, const BlockWork& w, unsigned thread = 0) {
   Ticket ticket;
-  const int ask = threadIdx.x == 0 && w.num_splits > 1 ? 1 : 0;
+  const int ask = threadIdx.x == thread && w.num_splits > 1 ? 1 : 0;
   asm volatile(
       "{\n\t"
       ".reg .pred ask;\n\t"
       "setp.ne.s32 ask, %2, 0;\n\t"
       "@ask ld.relaxed.gpu.global.u32 %0, [%3];\n\t"
-      "@ask atom.relaxed.gpu.global.inc.u32 %1, [%4], %5;\n\t"
+      "@ask atom.relaxed.gpu.global.add.u64 %1, [%4], %5;\n\t"
       "}"
-      : "+r"(ticket.prepared), "+r"(ticket.number)
-      : "r"(ask), "l"(p.header), "l"(p.tickets + w.stream), "r"(w.num_splits - 1)
+      : "+r"(ticket.prepared), "+l"(ticket.before)
+      : "r"(ask), "l"(p.header), "l"(p.tickets + w.stream), "l"(std::uint64_t{1})
       : "memory");
   return ticket;
 }
 
-/// The ticket's number; -1 in a workspace that nobody prepared.
-__device__ __forceinline__ int show_ticket(const Ticket& ticket) {
-  return ticket.prepared == kPreparedWord ? ticket.number : -1;
+/// A joining block asks who has started since: all, as a rule. To be called where K and V are waited for anyway.
+/// first: the first ticket that joins.
+__device__ __forceinline__ void ask_again(const AttendParams& p, const BlockWork& w, int first, Ticket& ticket,
+                                          unsigned thread = 0) {
+  const int number = static_cast<int>(ticket.before);
+  ticket.waits = threadIdx.x == thread && w.num_splits > 1 && number >= first && number < w.num_splits - 1;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred ask;\n\t"
+      "setp.ne.s32 ask, %1, 0;\n\t"
+      "@ask ld.relaxed.gpu.global.u64 %0, [%2];\n\t"
+      "}"
+      : "+l"(ticket.later)
+      : "r"(ticket.waits ? 1 : 0), "l"(p.tickets + w.stream));
+}
+
+/// Who holds `ticket` sees from the word whether all have started: it counts them, and the last one to start empties it.
+__device__ __forceinline__ bool have_all_started(std::uint64_t word, int ticket, int num_splits) {
+  const int started = static_cast<int>(word);
+  return started >= num_splits || started <= ticket;
+}
+
+/// A joining block that finds some unstarted gives them a while, then leaves its slices to the one that will start last: nobody may
+/// keep a place on the device from those it waits for. The word changes hands at once with the count, so the last one knows.
+__device__ __forceinline__ bool waits_for_start(std::uint64_t* word, int ticket, int num_splits, int joiner) {
+  constexpr std::uint64_t kPatienceNs = 20000;
+  const std::uint64_t begin = global_nanoseconds();
+  std::uint64_t now = load_word(word);
+  while (!have_all_started(now, ticket, num_splits)) {
+    if (global_nanoseconds() - begin < kPatienceNs) {
+      now = load_word(word);
+      continue;
+    }
+    const std::uint64_t found = swap_word(word, now, now | std::uint64_t{1} << (32 + joiner));
+    if (found == now) return false;
+    now = found;
+  }
+  return true;
+}
+
+/// By the thread that took the ticket, before the block joins. Writes `left` for the last ticket only, which alone reads it.
+__device__ __forceinline__ int settle_ticket(const AttendParams& p, const BlockWork& w, const Ticket& ticket, int first,
+                                             unsigned& left) {
+  if (ticket.prepared != kPreparedWord) return kUnprepared;
+  const int number = static_cast<int>(ticket.before);
+  if (ticket.waits && !have_all_started(ticket.later, number, w.num_splits) &&
+      !waits_for_start(p.tickets + w.stream, number, w.num_splits, number - first)) {
+    return kLeaves;
+  }
+  if (number == w.num_splits - 1) left = static_cast<unsigned>(ticket.before >> 32);
+  return number;
 }
 
 /// What a joining block owns of a stream's partials in the workspace: slices first, first + joiners, ...
@@ -44,6 +106,13 @@ struct Joiner {
   unsigned first;
   unsigned joiners;
 };
+
+/// The next joiner among those that left.
+__device__ __forceinline__ unsigned take_joiner(unsigned& left) {
+  const unsigned joiner = __ffs(static_cast<int>(left)) - 1;
+  left &= left - 1;
+  return joiner;
+}
 
 /// Polls until `lanes` of the warp have their first n of kCount partials, then leaves the places empty for the next call.
 /// A row's maximum and sum are read by the kSlice lanes of a slice: emptied, by one of them, when all have them.
@@ -226,10 +295,10 @@ __device__ __forceinline__ void join_slice_by_lanes(const AttendParams& p, const
 }
 
 /// Blocks of a stream write their partials to the workspace. Those that took the last tickets wait for the others and join
-/// slices. Whoever holds an earlier ticket is running already, so waiting keeps nobody from a place on the device.
+/// slices, or have left when some had not started: waiting keeps nobody from a place on the device.
 template <class K, Join kJoin>
 __device__ __forceinline__ void join_workspace(const AttendParams& p, const BlockWork& w, const MergeArea& area,
-                                               unsigned row_elements, int ticket) {
+                                               unsigned row_elements, const JoinTurn& turn) {
   const unsigned elements = w.num_rows * row_elements;
   const unsigned capacity = (K::kPlain ? kPlainRows : p.shape.place_rows) * row_elements;
   const unsigned splits = p.shape.num_splits;
@@ -250,38 +319,48 @@ __device__ __forceinline__ void join_workspace(const AttendParams& p, const Bloc
     }
   });
   const int slices = slices_of(static_cast<int>(elements));
-  const int joiners = min(min(p.shape.join_blocks, slices), w.num_splits);
-  const int joiner = ticket - (w.num_splits - joiners);
+  const int joiners = joiners_of(p, w, row_elements);
+  const int joiner = turn.ticket - (w.num_splits - joiners);
   if (joiner < 0) return;
-  const Joiner j = {
+  Joiner j = {
       partials, ml, elements, capacity, slice_rows, static_cast<unsigned>(joiner), static_cast<unsigned>(joiners)};
-  if constexpr (kJoin == kJoinFew) {
-    join_few<K>(p, w, row_elements, j);
-  } else if constexpr (K::kByLanes) {
+  unsigned left = 0;
+  if (turn.ticket == w.num_splits - 1) {
+    left = turn.left;
+    if (threadIdx.x == 0) store_word(p.tickets + w.stream, 0);
+  }
 #pragma unroll 1
-    for (unsigned slice = j.first; slice < static_cast<unsigned>(slices); slice += j.joiners) {
-      join_slice_by_lanes<K>(p, w, row_elements, j, slice);
-    }
-  } else {
+  while (true) {
+    if constexpr (kJoin == kJoinFew) {
+      join_few<K>(p, w, row_elements, j);
+    } else if constexpr (K::kByLanes) {
 #pragma unroll 1
-    for (unsigned slice = j.first * K::kJoinedSlices; slice < static_cast<unsigned>(slices);
-         slice += j.joiners * K::kJoinedSlices) {
-      join_slice<K>(p, w, area, row_elements, j, slice);
+      for (unsigned slice = j.first; slice < static_cast<unsigned>(slices); slice += j.joiners) {
+        join_slice_by_lanes<K>(p, w, row_elements, j, slice);
+      }
+    } else {
+#pragma unroll 1
+      for (unsigned slice = j.first * K::kJoinedSlices; slice < static_cast<unsigned>(slices);
+           slice += j.joiners * K::kJoinedSlices) {
+        join_slice<K>(p, w, area, row_elements, j, slice);
+      }
     }
+    if (left == 0) return;
+    j.first = take_joiner(left);
   }
 }
 
 /// Joins the warps' partials, which are in `area`, then those of the stream's blocks, through the workspace.
 template <class K, Join kJoin>
 __device__ __forceinline__ void join_block(const AttendParams& p, const BlockWork& w, const MergeArea& area,
-                                           unsigned row_elements, int ticket) {
-  if (w.num_splits > 1 && ticket >= 0) {
-    join_workspace<K, kJoin>(p, w, area, row_elements, ticket);
+                                           unsigned row_elements, const JoinTurn& turn) {
+  if (w.num_splits > 1 && turn.ticket != kUnprepared) {
+    join_workspace<K, kJoin>(p, w, area, row_elements, turn);
     return;
   }
   for_elements<K>(w.num_rows * row_elements, [&](unsigned e) {
     Partial a = join_warps<K>(area, e / row_elements, e % row_elements * 4);
-    if (ticket < 0) a.l = __uint_as_float(0x7fffffffU);  // a workspace that nobody prepared: NaN
+    if (turn.ticket == kUnprepared) a.l = __uint_as_float(0x7fffffffU);  // NaN
     finish<K>(p, w, e, row_elements, a);
   });
 }

@@ -95,7 +95,7 @@ struct AttendParams {
   Strided v;
 
   std::uint32_t* header;   // kHeaderWords words
-  std::uint32_t* tickets;  // [num_streams]: blocks of a stream that have started
+  std::uint64_t* tickets;  // [num_streams]: which blocks of a stream have started (kMaxJoiners)
   float* partial_o;        // [num_streams, num_splits, place_rows * head_dim_v]
   float2* partial_ml;      // [num_streams, slices, num_splits, slice_rows]: running maximum (log2) and sum
   const float* sinks;      // [num_q_heads] or null
@@ -123,6 +123,9 @@ constexpr std::int32_t kFewSplits = 4;
 
 /// Elements (of four dims) of a slice of the output, which one block joins.
 constexpr std::int32_t kSlice = 16;
+/// A stream's word in the workspace: its low half counts the blocks that have started, the high half has a bit for each joining block
+/// that left before all had.
+constexpr std::int32_t kMaxJoiners = 32;
 KVONCE_FN constexpr std::int32_t slices_of(std::int32_t elements) { return (elements + kSlice - 1) / kSlice; }
 
 /// From one staged row of K or V to the next (KvTile), with pieces of 16 bytes between them, so that the eight lanes whose

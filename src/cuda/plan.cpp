@@ -178,7 +178,8 @@ KernelShape shape_for(const Problem& p, const Device& device, const Policy& poli
   }
   const std::int64_t join_blocks =
       policy.join_blocks > 0 ? policy.join_blocks : shared::ceil_div(rows_per_block * p.head_dim_v / 4, kSlice);
-  s.join_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, s.num_splits));
+  s.join_blocks =
+      static_cast<std::int32_t>(std::clamp<std::int64_t>(join_blocks, 1, std::min(s.num_splits, kMaxJoiners)));
   finish_shape(s, p, tensor_cores);
   return s;
 }
@@ -282,7 +283,7 @@ void lay_out_workspace(core::PlanData& data, CudaPlan& plan) {
     o = std::max(o, streams(*s) * s->num_splits * s->place_rows * p.head_dim_v);
   }
   Layout layout;
-  plan.tickets = layout.add(tickets, 1, 4);
+  plan.tickets = layout.add(tickets, 1, 8);
   plan.partial_ml = layout.add(ml, 1, 8);
   plan.partial_o = layout.add(o, 1, 4);
   plan.end = layout.end();

@@ -140,6 +140,31 @@ __device__ __forceinline__ void store_words(float2* address, float2 v) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
+// A stream's word of tickets.
+__device__ __forceinline__ std::uint64_t load_word(const std::uint64_t* address) {
+  std::uint64_t v = 0;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_word(std::uint64_t* address, std::uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+/// Replaces `expected` by `wanted`; returns what was there.
+__device__ __forceinline__ std::uint64_t swap_word(std::uint64_t* address, std::uint64_t expected,
+                                                   std::uint64_t wanted) {
+  std::uint64_t found = 0;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(found)
+               : "l"(address), "l"(expected), "l"(wanted)
+               : "memory");
+  return found;
+}
+__device__ __forceinline__ std::uint64_t global_nanoseconds() {
+  std::uint64_t now = 0;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
 // Thread block clusters, bulk copies and programmatic dependent launch exist from sm_90 on. Elsewhere no plan uses the first
 // two, and the launch functions are what they are in a launch without dependents: nothing.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

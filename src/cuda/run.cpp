@@ -162,7 +162,7 @@ AttendParams make_params(const core::PlanData& data, const Inputs& in, const Out
   a.sinks = in.sinks;
   char* const base = aligned_base(workspace);
   a.header = reinterpret_cast<std::uint32_t*>(base);
-  a.tickets = reinterpret_cast<std::uint32_t*>(base + plan.tickets);
+  a.tickets = reinterpret_cast<std::uint64_t*>(base + plan.tickets);
   a.partial_ml = reinterpret_cast<float2*>(base + plan.partial_ml);
   a.partial_o = reinterpret_cast<float*>(base + plan.partial_o);
   a.scale_log2 = *p.scale * shared::kLog2e;

@@ -27,6 +27,16 @@ __global__ void read_kernel(const uint4* data, std::size_t count, std::uint32_t*
 
 __global__ void hold_kernel(int microseconds) { wait_microseconds(microseconds); }
 
+__global__ void hold_until_kernel(int microseconds, volatile std::uint32_t* released) {
+  for (int passed = 0; *released == 0; ++passed) {
+    if (passed == microseconds) {
+      released[1] = 1;
+      return;
+    }
+    wait_microseconds(1);
+  }
+}
+
 __global__ void late_kernel(Pieces pieces, int microseconds) {
   cuda_trigger_dependents();
   if (threadIdx.x == 0) wait_microseconds(microseconds);
@@ -46,7 +56,8 @@ cudaError_t read_memory(cudaStream_t stream, int blocks, const void* data, std::
 }
 
 // A block that asks for all the shared memory of a multiprocessor has it to itself.
-cudaError_t hold_multiprocessors(cudaStream_t stream, int blocks, int microseconds) {
+template <class... Arguments>
+static cudaError_t launch_alone(cudaStream_t stream, int blocks, void (*kernel)(Arguments...), Arguments... arguments) {
   int device = 0;
   int shared_bytes = 0;
   cudaError_t status = cudaGetDevice(&device);
@@ -54,11 +65,19 @@ cudaError_t hold_multiprocessors(cudaStream_t stream, int blocks, int microsecon
     status = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
   if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   }
   if (status != cudaSuccess) return status;
-  hold_kernel<<<static_cast<unsigned>(blocks), 32, static_cast<std::size_t>(shared_bytes), stream>>>(microseconds);
+  kernel<<<static_cast<unsigned>(blocks), 32, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
   return cudaGetLastError();
+}
+
+cudaError_t hold_multiprocessors(cudaStream_t stream, int blocks, int microseconds) {
+  return launch_alone(stream, blocks, hold_kernel, microseconds);
+}
+
+cudaError_t hold_until_released(cudaStream_t stream, int blocks, int microseconds, std::uint32_t* released) {
+  return launch_alone<int, volatile std::uint32_t*>(stream, blocks, hold_until_kernel, microseconds, released);
 }
 
 cudaError_t write_late(cudaStream_t stream, const Pieces& pieces, int microseconds) {

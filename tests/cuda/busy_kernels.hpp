@@ -14,6 +14,10 @@ cudaError_t read_memory(cudaStream_t stream, int blocks, const void* data, std::
 /// Keeps `blocks` multiprocessors from running anything else, for so long.
 cudaError_t hold_multiprocessors(cudaStream_t stream, int blocks, int microseconds);
 
+/// As hold_multiprocessors() until *released is not 0, two words of device memory; the second one becomes 1 where that takes longer
+/// than `microseconds`.
+cudaError_t hold_until_released(cudaStream_t stream, int blocks, int microseconds, std::uint32_t* released);
+
 struct Piece {
   void* to;
   const void* from;

@@ -376,7 +376,7 @@ TEST(CudaPlanTest, WorkspacePartsAreAlignedAndDoNotOverlap) {
       const auto splits = static_cast<std::size_t>(s->num_splits);
       const auto rows = static_cast<std::size_t>(s->place_rows);
       const auto slices = static_cast<std::size_t>(slices_of(static_cast<int>(s->place_rows * p.dim_v() / 4)));
-      tickets = std::max(tickets, 4 * streams);
+      tickets = std::max(tickets, 8 * streams);
       ml = std::max(ml, 8 * streams * slices * splits * static_cast<std::size_t>(s->slice_rows));
       o = std::max(o, 4 * streams * splits * rows * static_cast<std::size_t>(p.dim_v()));
     }

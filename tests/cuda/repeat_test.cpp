@@ -87,6 +87,41 @@ TEST_F(RepeatTest, FinishesWhereMostMultiprocessorsAreTaken) {
   }
 }
 
+// The same beside a kernel that does not end before the calls have: a block that waited in one of the few places for one that
+// needs it would wait forever.
+TEST_F(RepeatTest, FinishesBesideAKernelThatWaitsForIt) {
+  const Stream busy;
+  ASSERT_CUDA(busy.status());
+  const DeviceBytes words(2 * sizeof(std::uint32_t));
+  ASSERT_CUDA(words.status());
+  auto* const released = reinterpret_cast<std::uint32_t*>(words.data());
+  for (const CaseSpec& spec : cases()) {
+    const std::vector<unsigned char> alone = result_bytes(spec);
+    const Plan plan = conformance::plan_case(spec, device());
+    if (plan.policy().cluster > 0) continue;  // starts as a whole or not at all, and holds no place before
+    CaseTensors tensors(spec);
+    const Stream stream;
+    ASSERT_CUDA(stream.status());
+    DeviceCase on_device(plan, spec, tensors, stream.get());
+    on_device.prepare();
+    on_device.wait();
+    for (const int left : {1, 2, 5, 20}) {
+      ASSERT_CUDA(cudaMemsetAsync(released, 0, 2 * sizeof(std::uint32_t), busy.get()));
+      ASSERT_CUDA(hold_until_released(busy.get(), device().num_sms - left, 3000000, released));
+      on_device.reset_outputs();
+      for (int call = 0; call < 3; ++call) on_device.attend();
+      ASSERT_CUDA(cudaMemsetAsync(released, 1, sizeof(std::uint32_t), stream.get()));
+      ASSERT_EQ(on_device.fetch(), "") << spec.name << " with " << left << " multiprocessors left";
+      ASSERT_EQ(tensors.result_bytes(), alone) << spec.name << " with " << left << " multiprocessors left";
+      conformance::wait_for_stream(busy.get(), "hold_until_released");
+      std::uint32_t late = 0;
+      ASSERT_CUDA(cudaMemcpy(&late, released + 1, sizeof late, cudaMemcpyDeviceToHost));
+      ASSERT_EQ(late, 0U) << spec.name << " ended only when the other kernel had, with " << left
+                          << " multiprocessors left";
+    }
+  }
+}
+
 TEST_F(RepeatTest, TwoStreamsWithTwoWorkspacesAtOnce) {
   const Stream streams[2];
   for (const Stream& stream : streams) ASSERT_CUDA(stream.status());
