@@ -91,7 +91,7 @@ std::int64_t choose_steps_per_turn(const Problem& p, const Policy& policy, bool 
 }
 
 /// float32, 128 dims, vectors of 16 floats. Zen 4, GB/s without and with it, builds in turn in one process, no file kept: one thread
-/// 8q/8kv kv 8192 19.9 to 26.7 of 30.0 that are read, two threads 32q/32kv 34.1 to 40.4. 16 bits gain 1.03 to 1.07 there and lose
+/// 8q/8kv kv 8192 19.9 to 26.7 of 30.0 that are read (other calls 1.12 to 1.27x), two threads 32q/32kv 34.1 to 40.4. 16 bits gain 1.03 to 1.07 there and lose
 /// 0.92 where heads lie side by side, whose values are asked for in their tokens' order; d64 gains 1.05 and loses 0.94.
 bool choose_reads_parts(const Problem& p, const Policy& policy, const Target& target) {
   return is_stream(p, policy) && p.k_format == KvFormat::f32 && p.v_format == KvFormat::f32 &&

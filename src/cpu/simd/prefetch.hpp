@@ -94,8 +94,8 @@ class StepPrefetcher {
  private:
   static constexpr std::int64_t kLineBytes = 64;
   static constexpr std::int64_t kLongRowBytes = 512;
-  static constexpr std::int64_t kLeadBytes =
-      2048;  // Zen 4, f32 d128, one thread: 1024 0.90, 3072 0.97, 4096 0.95 of its speed
+  // Zen 4, f32 d128, one thread: 1024 0.90, 3072 0.97, 4096 0.95 of its speed (docs/kernel-cpu.md, "Memory").
+  static constexpr std::int64_t kLeadBytes = 2048;
 
   const char* next_ = nullptr;
   std::int64_t part_stride_ = 0;
