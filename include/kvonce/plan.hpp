@@ -79,7 +79,7 @@ struct Policy {
   std::int64_t heads_per_step = 0;
   std::int64_t splits = 0;       // CUDA, Metal: blocks or threadgroups that share one KV stream
   std::int64_t cluster = -1;     // CUDA: 1 joins a stream's blocks as one cluster, 0 through the workspace; -1: choose
-  std::int64_t join_blocks = 0;  // CUDA: blocks that join a stream's partials where there is no cluster; more than 32 count as 32
+  std::int64_t join_blocks = 0;  // CUDA: blocks that join a stream's partials where there is no cluster; at most 32
   std::int64_t body = 0;         // Metal: 1 vector, 2 matrix, 3 per_head (the baseline); 0: choose 1 or 2
   std::int64_t simdgroups = 0;   // Metal: simdgroups of a threadgroup
 
